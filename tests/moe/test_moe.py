@@ -1,4 +1,4 @@
-"""Bugs that were reported of other libraries' experts, and that these must not have."""
+"""Bugs that were reported of other libraries' experts, and that these must not have; inputs saved as shards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import numpy
 import pytest
 
 from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.optim import clip_grad_norm_
 from hp_dtensor.parallel import nn
+from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.spec.placements import Shard
+from hp_dtensor.tensor.conversions import distribute_tensor
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
-from hp_moe import ExpertParallel, GroupedExperts, MoE, update_expert_bias
+from hp_moe import ExpertParallel, ExpertTensorParallel, GroupedExperts, MoE, TensorParallel, update_expert_bias
 from hp_moe.router import TokenChoiceTopKRouter
 
 DIM, HIDDEN, EXPERTS = 8, 6, 4
@@ -173,3 +177,73 @@ def test_nothing_of_a_recomputed_step_stays_behind(platform):
         assert run_ranks(rank, 2, platform) == [True, True]
     finally:
         gc.enable()
+
+
+STYLES = {"hidden sharded": (TensorParallel, (2,), ("tp",)), "and spread": (ExpertTensorParallel, (2, 2), ("ep", "tp"))}
+
+
+CALLS = {
+    "saved": lambda platform, layer, x: layer(x),
+    "recomputed": lambda platform, layer, x: checkpoint(layer, x, platform=platform),
+    "offloaded": lambda platform, layer, x: ActivationOffload(platform, smallest=1)(layer, x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(("dtype", "length"), [("float32", 5), ("bfloat16", 6), ("float32", 1), ("float32", 0)])
+def test_a_gathered_input_saved_as_its_shard(platform, style, dtype, length, call):
+    """Gradients are bitwise those of a saved gathered input, for one more gather; a recomputation gathers anyway."""
+    if dtype == "bfloat16" and platform.name != "torch":
+        pytest.skip("MindSpore has no products of bfloat16 on the CPU")
+    build, sizes, names = STYLES[style]
+
+    def rank(reshards):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+        layer = built(platform)
+        build().apply(layer, mesh)
+        init_parameters(layer, lambda name, shape: Normal(0.5), seed=4)
+        layer.reshard_after_forward = reshards
+        ops, kind = platform.ops, platform.dtype(dtype)
+        for name, p in platform.named_parameters(layer.experts):
+            weight = ops.cast(platform.detach(p), kind)
+            platform.set_parameter(layer.experts, name, platform.Parameter(weight, requires_grad=True))
+        values = array(mesh["ep"].get_local_rank() if "ep" in names else 0, 3 * length).reshape(3, length, DIM)
+        x = distribute_tensor(platform.from_numpy(values), mesh["tp"], [Shard(1)], src_data_rank=None)
+        platform.set_requires_grad(x, True)
+        rows = ops.cast(ops.mul(x, 2.0), kind)
+        y = CALLS[call](platform, layer, rows)
+        with record_collectives() as log:
+            platform.backward(ops.sum(ops.cast(ops.mul(y, y), platform.dtype("float32"))).full_tensor())
+        named = [("x", x), *platform.named_parameters(layer)]
+        grads = {name: platform.unwrap(platform.get_grad(each)) for name, each in named}
+        as_float = {name: ops.cast(grad, platform.dtype("float32")) for name, grad in grads.items()}
+        return {name: platform.to_numpy(grad).copy() for name, grad in as_float.items()}, len(log.records)
+
+    size = int(numpy.prod(sizes))
+    gathered, shards = (run_ranks(rank, size, platform, reshards) for reshards in (False, True))
+    for (expected, before), (found, after) in zip(gathered, shards, strict=True):
+        assert after == before + (length > 0 and call != "recomputed")
+        for name, grad in expected.items():
+            numpy.testing.assert_array_equal(found[name], grad, err_msg=name)
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_what_experts_save_beside_their_input_is_offloaded(platform):
+    """The hooks of a saved shard are inside of those of the offload, and get its tensors first."""
+
+    def rank(reshards):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
+        layer = built(platform)
+        TensorParallel().apply(layer, mesh)
+        init_parameters(layer, lambda name, shape: Normal(0.5), seed=4)
+        layer.reshard_after_forward = reshards
+        x = distribute_tensor(platform.from_numpy(array(0).reshape(2, 6, DIM)), mesh, [Shard(1)])
+        platform.set_requires_grad(x, True)
+        offload = ActivationOffload(platform, smallest=1)
+        offload(layer, platform.ops.mul(x, 2.0))
+        return offload._last.num_bytes
+
+    input_bytes = 12 * DIM * 4
+    for gathered, shard in zip(*(run_ranks(rank, 2, platform, each) for each in (False, True)), strict=True):
+        assert gathered - shard == input_bytes / 2

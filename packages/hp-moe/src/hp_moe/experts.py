@@ -21,6 +21,7 @@ from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.saved_shards import saving_shard
 from hp_moe.dispatch import ChunkedDispatcher, Dispatched, LocalDispatcher, TokenDispatcher
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
@@ -292,7 +293,8 @@ def fused_experts(sent: Dispatched, weights: tuple[Tensor, ...], score_before_ex
     fused = _implementation(sent.sizes.platform)
     if fused is None:
         return None
-    return fused(sent.rows, sent.permutation, sent.sizes, sent.scores, weights, score_before_experts)
+    # The rows are the layer's own input if no tokens are sent.
+    return saving_shard(fused)(sent.rows, sent.permutation, sent.sizes, sent.scores, weights, score_before_experts)
 
 
 def has_fused_experts(platform: Platform) -> bool:

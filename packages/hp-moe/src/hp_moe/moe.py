@@ -29,6 +29,7 @@ from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.redistribution import vary
+from hp_dtensor.tensor.saved_shards import pass_on, reshard_after_forward
 from hp_moe.capacity import Capacity, Choices, choices_within_capacity
 from hp_moe.dispatch import LocalDispatcher, ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
@@ -132,7 +133,7 @@ class LocalRegion:
 
 
 def enter_region(
-    x: Tensor, partial_mesh: DeviceMesh | None = None, split_mesh: DeviceMesh | None = None
+    x: Tensor, partial_mesh: DeviceMesh | None = None, split_mesh: DeviceMesh | None = None, *, reshards: bool = False
 ) -> LocalRegion:
     """Return the region in which this rank routes its tokens of `x` `[..., dim]`.
 
@@ -140,12 +141,13 @@ def enter_region(
         x: plain (each rank's own, but the same on all ranks of the two meshes) or distributed.
         partial_mesh: 1-D mesh over which the experts' hidden dimension is sharded, or None.
         split_mesh: 1-D mesh of ranks that are given the same `x`, or None.
+        reshards: let the region's first uses save the shard of a gathered input; see `MoE.reshard_after_forward`.
 
     Raises:
         ExpertParallelError: `x` is distributed over other ranks than the experts' hidden dimension, or over ranks that
             are to be given the same tokens.
     """
-    region = _enter(x, partial_mesh)
+    region = _enter(x, partial_mesh, reshards)
     if split_mesh is None:
         return region
     if isinstance(x, DTensor) and len({*x.device_mesh.ranks()} & {*split_mesh.ranks()}) > 1:
@@ -159,7 +161,7 @@ def enter_region(
     return replace(split, output_placements=None, outer=region)
 
 
-def _enter(x: Tensor, partial_mesh: DeviceMesh | None) -> LocalRegion:
+def _enter(x: Tensor, partial_mesh: DeviceMesh | None, reshards: bool) -> LocalRegion:
     if not isinstance(x, DTensor):
         if partial_mesh is None:
             return LocalRegion(x)
@@ -170,7 +172,7 @@ def _enter(x: Tensor, partial_mesh: DeviceMesh | None) -> LocalRegion:
                 f"the input is distributed over {x.device_mesh.describe()}, the experts' hidden dimension is sharded "
                 f"over {partial_mesh.describe()}; both must be the same ranks"
             )
-        return _varying_region(x, output_placements=x.placements)
+        return _varying_region(x, output_placements=x.placements, reshards=reshards)
     return _sharded_region(x)
 
 
@@ -178,10 +180,13 @@ def _replicated(x: Tensor, mesh: DeviceMesh) -> Any:
     return DTensor.from_local(x, mesh, [Replicate()], shape=tuple(x.shape))
 
 
-def _varying_region(x: Any, output_placements: tuple[Placement, ...] | None) -> LocalRegion:
+def _varying_region(x: Any, output_placements: tuple[Placement, ...] | None, *, reshards: bool = False) -> LocalRegion:
     ndim = x.device_mesh.ndim
+    gathered = x.redistribute(placements=[Replicate()] * ndim)
+    if reshards and gathered is not x:
+        reshard_after_forward(x, gathered)
     # In backward, a varying view of the gathered tensor needs a single reduce-scatter.
-    rows = vary(x.redistribute(placements=[Replicate()] * ndim), tuple(range(ndim)))
+    rows = vary(gathered, tuple(range(ndim)))
     return LocalRegion(rows, x.device_mesh, (Partial(),) * ndim, output_placements, tuple(x.shape))
 
 
@@ -225,6 +230,8 @@ class MoE(nn.Module):
         expert_bias: float32 `[num_experts]` buffer, or None.
         split_mesh: 1-D mesh of ranks that are given the same tokens and each route a share of them; None if each rank
             routes all tokens that it is given.
+        reshard_after_forward: where experts with a sharded hidden dimension gather a sharded input, save its shard and
+            gather it again in backward, instead of saving the gathered rows.
         token_mesh: 1-D mesh of all ranks that route different tokens; loads are summed over it. None if this rank
             routes all tokens.
         sequence_mesh: 1-D mesh over which plain inputs shard the same sequences; None if sequences are unsharded or
@@ -247,6 +254,7 @@ class MoE(nn.Module):
     """
 
     split_mesh: DeviceMesh | None
+    reshard_after_forward: bool
     token_mesh: DeviceMesh | None
     sequence_mesh: DeviceMesh | None
     step_tokens: int | None
@@ -329,6 +337,7 @@ class MoE(nn.Module):
         self.register_buffer("last_shares", shares if self.aux_losses.global_batch else None)
         # Set by parallel styles and by the caller; the defaults are those of one rank.
         self.split_mesh = None
+        self.reshard_after_forward = False
         self.token_mesh = None
         self.sequence_mesh = None
         self.step_tokens = None
@@ -387,10 +396,12 @@ class MoE(nn.Module):
         if not x.shape or x.shape[-1] != self.dim:
             raise ExpertParallelError(f"expected an input [..., {self.dim}], got shape {list(x.shape)}")
         shape = tuple(x.shape)
-        region = enter_region(x, partial_mesh_of(self.experts), self.split_mesh)
+        partial_mesh, reshards = partial_mesh_of(self.experts), self.reshard_after_forward
+        region = enter_region(x, partial_mesh, self.split_mesh, reshards=reshards)
         self._check_gate(region.num_ranks)
         # Tokens of all leading dimensions in one: the router and the experts work on `[tokens, dim]`.
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
+        rows = pass_on(region.rows, rows)
         dispatcher = dispatcher_of(self.experts, self.platform)
         with reported_faults(dispatcher, self.platform, x):
             valid_ids, fault = self._validated_ids(None if ids is None else self._per_row(ids, region), rows)

@@ -17,6 +17,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.spec.placements import Partial
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.tensor.saved_shards import pass_on, saving_shard
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
 from hp_moe.losses import attach_loss, is_trained
 from hp_moe.routing import check_ids, count_keys
@@ -472,7 +473,11 @@ class TokenChoiceTopKRouter(nn.Module):
         ops, float32 = self.ops, self.platform.dtype("float32")
         weight, bias = plain(self.gate.weight), plain(self.gate.bias)
         bias = None if bias is None else ops.cast(bias, float32)
-        return ops.linear(ops.cast(x, float32), ops.cast(weight, float32), bias)
+        if x.dtype != float32:
+            x = pass_on(x, ops.cast(x, float32), lambda gathered: ops.cast(gathered, float32))
+        # With three dimensions: where a framework saves copies, a saved shard knows its input by them.
+        rows = pass_on(x, ops.unsqueeze(x, 0))
+        return ops.squeeze(saving_shard(ops.linear)(rows, ops.cast(weight, float32), bias), 0)
 
     def _mask_other_groups(self, scores: Tensor) -> Tensor:
         """Return `scores` with minus infinity for experts outside each token's best groups."""

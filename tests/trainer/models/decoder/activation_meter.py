@@ -27,7 +27,8 @@ class Measured:
 
 def measure(config, degrees, *, batch=2, length=64, **training):
     """Return what a block, and the head with the loss, leave alive after forward: the difference of two depths."""
-    size = numpy.prod([value for key, value in degrees.items() if key in ("dp_shard", "cp", "tp")], dtype=int)
+    counted = ("dp_shard", "cp", "tp", "ep" if degrees.get("expert_mesh") == "peer" else "")
+    size = numpy.prod([value for key, value in degrees.items() if key in counted], dtype=int)
     args = vars(config), degrees, int(size), batch, length, training
     shallow, deep = numpy.mean(run_ranks(_of_two_depths, int(size), "torch", *args), axis=0)
     block = (deep - shallow) / 2

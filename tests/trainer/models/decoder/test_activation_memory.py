@@ -14,6 +14,7 @@ from hp_trainer.training.recompute_search import Demand
 SMALL = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 DENSE = {**SMALL, "intermediate_size": 96}
 EXPERTS = {**SMALL, "num_experts": 8, "moe_intermediate_size": 40, "num_shared_experts": 1}
+ROUTED = {**SMALL, "num_experts": 8, "moe_intermediate_size": 40}
 BALANCED = {"norm_topk_prob": False, "load_balance_coeff": None}
 # Options, degrees, what the shape says beside batch and length.
 CASES = {
@@ -40,9 +41,27 @@ CASES = {
         {"tp": 2, "tp_reshard_after_forward": False},
         {"tp": 2, "tp_reshards": False, "dtype": "bfloat16"},
     ),
+    "tp, tied head": ({**DENSE, "tie_word_embeddings": True}, {"tp": 2}, {"tp": 2}),
+    "tp, small tied head": ({**DENSE, "tie_word_embeddings": True, "vocab_size": 120}, {"tp": 2}, {"tp": 2}),
     "tp, latent": ({**DENSE, "attention": "latent"}, {"tp": 2}, {"tp": 2, "length": 640, "batch": 1}),
     "tp, experts": (EXPERTS, {"tp": 2}, {"tp": 2, "etp": 1}),
     "tp, sharded experts": (EXPERTS, {"tp": 2, "etp": 2}, {"tp": 2, "etp": 2}),
+    "tp, sharded experts alone": (ROUTED, {"tp": 2, "etp": 2}, {"tp": 2, "etp": 2}),
+    "tp, sharded experts alone, 16 bits": (
+        ROUTED,
+        {"tp": 2, "etp": 2},
+        {"tp": 2, "etp": 2, "dtype": "bfloat16", "fused_experts": False},
+    ),
+    "tp, sharded experts of gathered inputs": (
+        ROUTED,
+        {"tp": 2, "etp": 2, "tp_reshard_after_forward": False},
+        {"tp": 2, "etp": 2, "tp_reshards": False},
+    ),
+    "tp, sharded experts of peers": (
+        ROUTED,
+        {"tp": 2, "etp": 2, "ep": 2, "expert_mesh": "peer"},
+        {"tp": 2, "etp": 2, "ep": 2, "splits_tokens": True},
+    ),
     "ulysses": (DENSE, {"cp": 2, "ulysses_degree": 2}, {"cp": 2}),
     "ring": (DENSE, {"cp": 2, "ulysses_degree": 1}, {"cp": 2, "cp_method": "ring"}),
     "gathered keys": (DENSE, {"cp": 2, "cp_method": "all_gather"}, {"cp": 2, "cp_method": "all_gather"}),
@@ -51,7 +70,7 @@ CASES = {
 
 
 # Rows are not spread evenly over ranks of experts, and the loss of sharded sequences saves a little more per token.
-ROUGH = ("ep",)
+ROUGH = ("ep", "tp, sharded experts of peers")
 
 
 @pytest.mark.parametrize("name", CASES)

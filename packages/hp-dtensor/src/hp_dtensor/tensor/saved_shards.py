@@ -3,14 +3,15 @@
 Ranks that shard a sequence between modules gather it before a product whose weight is sharded by columns. Autograd
 would save the gathered input; Megatron-LM saves the shard and gathers again (arXiv 2205.05198, section 4.2.2). Here a
 tensor that `reshard_after_forward` marks carries a `SavedShard`, which `linear` saves in place of the tensor by the
-framework's hooks on saved tensors. All other operations save what they always save.
+framework's hooks on saved tensors, as do functions that `saving_shard` returns. All other operations save what they
+always save.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from hp_dtensor.comm.saved_tensors import SavedReference, SavedTensors, current_record, is_hooked
 from hp_dtensor.platform.recording import located
@@ -44,23 +45,33 @@ def reshard_after_forward(source: Any, gathered: Any) -> None:
     local = platform.unwrap(source)
     is_plain = not plan.selects and not plan.is_outside_mesh and not platform.is_meta(local)
     if plan.steps and is_plain and not is_hooked(platform):
-        gathered.__dict__[_ATTRIBUTE] = SavedShard(local, plan, platform.version(platform.unwrap(gathered)))
+        gathered.__dict__[_ATTRIBUTE] = _Mark(SavedShard(local, plan), platform.version(platform.unwrap(gathered)))
 
 
-def pass_on(gathered: Any, view: Tensor) -> Tensor:
-    """Return `view`, a plain tensor with the data of `gathered`, marked as `gathered` is."""
-    shard = gathered.__dict__.get(_ATTRIBUTE)
-    if shard is not None:
-        setattr(view, _ATTRIBUTE, shard)
-    return view
+def pass_on(gathered: Any, x: Tensor, convert: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    """Return `x`, a plain tensor computed from `gathered`, marked as `gathered` is.
+
+    Args:
+        convert: computes the data of `x` from that of `gathered`; None: `x` is a view of `gathered`.
+    """
+    mark: _Mark | None = gathered.__dict__.get(_ATTRIBUTE)
+    if mark is not None:
+        assert convert is None or mark.convert is None
+        version = mark.version if convert is None else mark.shard.version(x)
+        setattr(x, _ATTRIBUTE, _Mark(mark.shard, version, mark.convert if convert is None else convert))
+    return x
 
 
-def saving_shard(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return `function` of local tensors, an operation of `RESHARDING`, which saves the shard of a marked input."""
+def saving_shard(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` of local tensors, which saves the shard of a marked first argument.
 
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        shard: SavedShard | None = getattr(args[0], _ATTRIBUTE, None) if args else None
-        return function(*args, **kwargs) if shard is None else shard.call(function, *args, **kwargs)
+    No other tensor that it saves for backward may be a view of the first argument or, on a platform that saves copies,
+    have the shape of one with more than two dimensions.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mark: _Mark | None = getattr(args[0], _ATTRIBUTE, None) if args else None
+        return function(*args, **kwargs) if mark is None else mark.shard.call(mark, function, *args, **kwargs)
 
     return call
 
@@ -71,54 +82,64 @@ class SavedShard:
     Args:
         local: the local data of the source.
         plan: the plan that gathered it.
-        version: version counter of the result. After a write to it, its values are not those of the source.
     """
 
-    def __init__(self, local: Tensor, plan: RedistributePlan, version: int) -> None:
-        self._platform, self._version = plan.source.mesh.platform, version
+    def __init__(self, local: Tensor, plan: RedistributePlan) -> None:
+        self._platform = plan.source.mesh.platform
         self._saved = SavedTensors(self._platform, local)
-        self._dtype, self._device = local.dtype, self._platform.device_of(local)
+        self._device = self._platform.device_of(local)
         self._gather = located(plan.run_data)
         # Uses in forward, and those that backward has not reached yet: the gathered tensor is freed after the last one.
         self._uses = self._pending = 0
         self._gathered: Tensor | None = None
 
-    def call(self, function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return `function(x, ...)`, where autograd saves this shard in place of `x`, the gathered tensor."""
+    def version(self, x: Tensor) -> int:
+        """Return the version counter of a plain tensor."""
+        return self._platform.version(x)
+
+    def call(self, mark: _Mark, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return `function(x, ...)`, where autograd saves this shard in place of `x`, which is marked so."""
         platform = self._platform
         # Frameworks call the innermost hooks only: those below would hide what is saved from the program's. Offloading
         # has hooks too, and copies the shard by `saving_tensors`.
-        if is_hooked(platform) or platform.version(x) != self._version:
+        if is_hooked(platform) or platform.version(x) != mark.version:
             return function(x, *args, **kwargs)
+        # Only an offload's hooks remain, beside its function for custom functions.
+        is_offloaded = platform.saving_hooks() is not None
         whole = tuple(platform.local_shape(x))
         size, address = math.prod(whole), x.data_ptr()
 
         def pack(saved: Tensor) -> Any:
             shape = tuple(saved.shape)
             contiguous = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-            # A product of matrices saves `x` with other dimensions; MindSpore saves a copy. No other operand of
-            # `linear` has more than two dimensions.
+            # A product of matrices saves `x` with other dimensions; MindSpore saves a copy. No other operand has more
+            # than two dimensions.
             is_view = saved.data_ptr() == address and math.prod(shape) == size and platform.strides(saved) == contiguous
+            is_view = is_view and size > 0  # all tensors without elements may have one address
             if not (is_view or (shape == whole and len(shape) > 2)):
-                # The framework does not check the versions of tensors that hooks have packed.
-                return SavedReference(platform, saved)
+                # The framework does not check the versions of tensors that hooks have packed. These hooks hide those
+                # of an offload, whose function `SavedTensors` calls; it must not copy parameters.
+                is_parameter = platform.is_leaf(saved) and platform.requires_grad(saved)
+                save = SavedTensors if is_offloaded and not is_parameter else SavedReference
+                return save(platform, saved)
             self._uses += 1
             self._pending += 1
-            return _Use(self, shape)
+            return _Use(self, shape, saved.dtype, mark.convert)
 
-        with platform.saving(pack, lambda packed: packed.get()):
+        with platform.saving(pack, lambda saved: saved.tensors[0] if isinstance(saved, SavedTensors) else saved.get()):
             return function(x, *args, **kwargs)
 
-    def get(self, shape: tuple[int, ...]) -> Tensor:
-        """Return the gathered tensor with the given shape, to the backward of one of its uses."""
+    def get(self, use: _Use) -> Tensor:
+        """Return the gathered tensor, converted and with the shape of its use, to the backward of that use."""
         platform = self._platform
         with platform.no_grad(), platform.local_op():
             if not platform.needs_first_operand():
-                return platform.ops.expand(platform.empty((1,) * len(shape), self._dtype, self._device), shape)
+                return platform.ops.expand(platform.empty((1,) * len(use.shape), use.dtype, self._device), use.shape)
             if self._gathered is None:
                 (local,) = self._saved.tensors
                 self._gathered = self._gather(local)
-            gathered = platform.ops.reshape(self._gathered, shape)
+            gathered = self._gathered if use.convert is None else use.convert(self._gathered)
+            gathered = platform.ops.reshape(gathered, use.shape)
         self._pending -= 1
         if self._pending <= 0:
             # Another backward through the same graph gathers again.
@@ -126,13 +147,26 @@ class SavedShard:
         return gathered
 
 
-class _Use:
+class _Mark(NamedTuple):
+    """The attribute of a marked tensor.
+
+    Attributes:
+        version: version counter of the tensor. After a write to it, its values are not those of the source.
+        convert: computes the tensor from the gathered one; None: it is a view of it.
+    """
+
+    shard: SavedShard
+    version: int
+    convert: Callable[[Tensor], Tensor] | None = None
+
+
+class _Use(NamedTuple):
     """One saved use of the gathered tensor, held by autograd in its place."""
 
-    __slots__ = ("_shape", "_shard")
-
-    def __init__(self, shard: SavedShard, shape: tuple[int, ...]) -> None:
-        self._shard, self._shape = shard, shape
+    shard: SavedShard
+    shape: tuple[int, ...]
+    dtype: Any
+    convert: Callable[[Tensor], Tensor] | None
 
     def get(self) -> Tensor:
-        return self._shard.get(self._shape)
+        return self.shard.get(self)

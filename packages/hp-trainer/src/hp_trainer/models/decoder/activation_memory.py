@@ -157,8 +157,9 @@ def _exchanged(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Saved
 def _feed_forward(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens = config.hidden_size, shape.tokens
     follows = _saves_input(config, "gate_proj", "up_proj") or not config.is_dense(layer)
-    if not config.is_dense(layer) and not config.num_shared_experts and shape.tp > 1 and shape.expert_tp > 1:
-        follows = False  # the experts save the gathered rows
+    is_split = shape.splits_tokens and shape.ep > 1 and shape.tp > 1 and shape.expert_tp > 1
+    if not config.is_dense(layer) and not config.num_shared_experts and is_split:
+        follows = False  # the experts save their share of the gathered rows
     yield _norm("ffn_norm", hidden, tokens / shape.tp, shape, own_result=follows)
     if config.is_dense(layer):
         yield from _dense("feed_forward", config, config.intermediate_size, shape)
@@ -189,20 +190,27 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     assert config.num_experts is not None
     hidden, e, slots = config.hidden_size, shape.itemsize, config.num_routing_slots
     etp = shape.expert_tp
+    # Ranks of `ep` with the same rows save those that they route.
+    is_split = shape.splits_tokens and shape.ep > 1
     if shape.tp > 1 and etp == 1:
         # They take this rank's own rows: the result of the norm, which is counted with it if its shard is saved.
         own = 0.0 if shape.tp_reshards else shape.tokens / shape.tp * hidden * e
         yield SavedActivation(name="experts' input", kind="rest", saved=own)
     elif shape.tp > 1:
-        yield _gathered("experts' input", shape.tokens * hidden * e, shape, reshards=False)
+        gathered = _gathered("experts' input", shape.tokens * hidden * e, shape, reshards=not is_split)
+        yield replace(gathered, saved=gathered.saved / shape.ep) if is_split else gathered
+    # Ranks that shard experts save the rows that they gather as shards, and no copies of them.
+    reshards = shape.tp > 1 and etp > 1 and shape.tp_reshards and not is_split
     tokens = _routed_tokens(shape)
     rows = tokens * config.experts_per_token(shape.length)
     # The gate computes in float32: it saves its scores, and in 16 bits a copy of its input. Scores of selected experts
     # are gathered, unless each expert has a slot.
     is_expert_choice = config.routing == "expert_choice"
     chosen = 0 if is_expert_choice else 4 * slots + 4
-    gate = tokens * (4 * config.num_experts + (4 * hidden if e == 2 else 0) + chosen)
-    yield SavedActivation(name=GATE, kind="rest", saved=gate, flops=2 * tokens * hidden * config.num_experts)
+    copied = 4 * hidden * tokens if e == 2 else 0
+    gate = tokens * (4 * config.num_experts + chosen) + (0 if reshards else copied)
+    held, flops = copied if reshards else 0, 2 * tokens * hidden * config.num_experts
+    yield SavedActivation(name=GATE, kind="rest", saved=gate, held=held, flops=flops)
     # int64 experts and order of all slots. Recomputation must route tokens as the forward did, so decisions are saved,
     # never recomputed.
     decided = 16 * tokens * slots
@@ -351,11 +359,12 @@ def _scattered(name: str, num_bytes: float, shape: MicroBatchShape) -> SavedActi
 
 def _head(config: DecoderOptions, shape: MicroBatchShape) -> BlockActivations:
     tokens, e, vocab = shape.tokens, shape.itemsize, config.vocab_size / shape.tp
-    # A tied head saves the gathered rows.
-    follows = _trains(config) and not (shape.tp > 1 and config.tie_word_embeddings)
+    # Ranks gather a tied head with fewer classes than rows instead of the rows.
+    gathers_head = shape.tp > 1 and config.tie_word_embeddings and config.vocab_size < shape.most_tokens
+    head = SavedActivation(name="gathered head", kind="collectives", saved=config.vocab_size * config.hidden_size * e)
     tensors = (
-        _norm("norm", config.hidden_size, tokens / shape.tp, shape, own_result=follows),
-        _gathered("head input", tokens * config.hidden_size * e, shape, reshards=not config.tie_word_embeddings),
+        _norm("norm", config.hidden_size, tokens / shape.tp, shape, own_input=gathers_head, own_result=_trains(config)),
+        head if gathers_head else _gathered("head input", tokens * config.hidden_size * e, shape),
         # Over a sharded vocabulary the loss saves the logits less their maximum, and their exponentials.
         SavedActivation(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
         SavedActivation(name="loss and its count", kind="rest", saved=8),

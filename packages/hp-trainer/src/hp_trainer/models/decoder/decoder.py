@@ -13,7 +13,9 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.attention import AttentionDropout, AttentionMask
 from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.parallel.recompute import checkpoint
+from hp_dtensor.parallel.tensor_parallel import to_placement
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import to_full
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
 from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
@@ -42,10 +44,19 @@ Tensor = Any
 
 
 class TokenEmbedding(nn.Embedding):
-    """Embedding of tokens, which may also be the head."""
+    """Embedding of tokens, which may also be the head.
+
+    Attributes:
+        reshard_after_forward: as a head, save the shard of a gathered sequence, and gather it again in backward.
+    """
+
+    reshard_after_forward = False
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the logits of activations, with the embedding's weight as that of the head."""
+        # With fewer classes than rows, `linear` gathers the weight instead.
+        if self.reshard_after_forward and self.weight.shape[0] >= math.prod(x.shape[:-1]):
+            x = to_placement(x, x.device_mesh, Shard(1), Replicate(), reshards=True)
         return self.ops.linear(x, self.weight)
 
 

@@ -112,6 +112,8 @@ def _tensor_parallel(model: Decoder, mesh: DeviceMesh, reshards: bool) -> None:
         plan["norm"] = SequenceParallel()
     if model.head is not None:
         plan["head"] = ColwiseParallel(input_layouts=sequence, use_local_output=False, reshard_after_forward=reshards)
+    elif model.norm is not None:
+        model.embed.reshard_after_forward = reshards
     # No rank broadcasts its values: parameters have none yet, or the same on all ranks.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for block in model.layers:
@@ -187,6 +189,7 @@ def _expert_parallel(moe: MoE, dims: ParallelDims, mesh: DeviceMesh) -> None:
         distribute_module(moe.router.gate, mesh["tp"])
     if dims.tp_enabled and moe.shared_gate is not None:
         distribute_module(moe.shared_gate, mesh["tp"])
+    moe.reshard_after_forward = dims.tp_reshard_after_forward
     moe.token_mesh = _token_mesh(dims, mesh)
     if dims.cp_enabled:
         moe.sequence_mesh = mesh["cp"]

@@ -100,9 +100,7 @@ def _tensor_parallel(
     ends = part.embed + has_sharded_head
     # Forward and backward each run every module's collective, and recomputation runs it once more.
     inside = sum(_num_sharded_modules(config, shape, layer) * (2 + repeats[layer]) for layer in layers)
-    again = _gathers_of_shards(config, shape, layers, recompute) + (
-        shape.tp_reshards and part.head and not config.tie_word_embeddings
-    )
+    again = _gathers_of_shards(config, shape, layers, recompute) + (shape.tp_reshards and has_sharded_head)
     yield Traffic("tp", "all_gather", rows * (inside + ends + again), inside + ends + again)
     # Recomputation stops before a reduce-scatter at the end of a block. The narrow vectors of latent attention are
     # computed alike on all ranks, so that the dual of their gather is a local slice.
@@ -139,11 +137,9 @@ def _gathers_of_shards(
     if not shape.tp_reshards:
         return 0
     saving = [layer for layer in layers if recompute[layer].mode == "none"]
-    sharded_experts = _expert_tp(shape) > 1
-    return sum(
-        _num_sharded_modules(config, shape, layer) - (sharded_experts and not config.is_dense(layer))
-        for layer in saving
-    )
+    # Experts whose rows are split among ranks save their share of the gathered rows.
+    splits = _expert_tp(shape) > 1 and shape.splits_tokens and shape.ep > 1
+    return sum(_num_sharded_modules(config, shape, layer) - (splits and not config.is_dense(layer)) for layer in saving)
 
 
 def _ends_with_reduce_scatter(config: DecoderOptions, shape: MicroBatchShape, layer: int) -> bool:
