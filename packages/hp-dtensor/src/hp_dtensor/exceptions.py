@@ -1,5 +1,8 @@
 """The exceptions that hp_dtensor raises for mistakes of its user. Each also derives from a fitting builtin one."""
 
+import copyreg
+from typing import Any
+
 
 class HPError(Exception):
     """Base of all errors that the hp packages raise on purpose.
@@ -9,6 +12,11 @@ class HPError(Exception):
     """
 
     needs_traceback = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without calling `__init__`, whose arguments may be others than the message. Job systems such as Ray pickle
+        # the exception of a rank, and lose the rank where they cannot read it again.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class PlatformError(HPError, RuntimeError):
