@@ -68,7 +68,7 @@ def train_command(config: str, overrides: Overrides) -> int:
     Ctrl-C and SIGTERM stop training after the current step, with a checkpoint; a second signal stops it at once. The
     word `train` may be left out.
     """
-    return _start(config, load(config, overrides), may_continue=False)
+    return start(config, load(config, overrides), may_continue=False)
 
 
 @click.command("run", cls=SettingsCommand)
@@ -84,7 +84,7 @@ def run_command(config: str, overrides: Overrides) -> int:
         loaded = _load_with_copy(config, overrides, error)
     if loaded.config.run.folder is None:
         raise click.UsageError("run needs the folder of the run to start or continue: --run.folder=RUN")
-    return _start(config, loaded, may_continue=True)
+    return start(config, loaded, may_continue=True)
 
 
 def _load_with_copy(config: str, overrides: Overrides, error: ConfigError) -> LoadedConfig:
@@ -196,7 +196,7 @@ def _new_optimizer(run: RunFolder, before: TrainerConfig, config: TrainerConfig)
     ]
 
 
-def _start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
+def start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
     """Train a new run, or with `may_continue` the one that its folder has."""
     folder = chosen_run_folder(loaded, Path(title))
     config = resolved(loaded.config, folder)
@@ -288,7 +288,7 @@ def profile_command(config: str, steps: str, overrides: Overrides) -> int:
 
     The run folder gets a trace and the memory of every rank.
     """
-    return _start(config, load(config, [*profile_settings(steps), *overrides]), may_continue=False)
+    return start(config, load(config, [*profile_settings(steps), *overrides]), may_continue=False)
 
 
 def profile_settings(steps: str) -> Overrides:
