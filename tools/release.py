@@ -138,6 +138,11 @@ def write_version(release: Release, day: datetime.date) -> None:
     """
     changelog = release.folder / "CHANGELOG.md"
     text = changelog.read_text()
+    if f"## {release.version} (unreleased)" in text and fragments(release.package):
+        folder = f"packages/{release.package.name}/changes"
+        raise SetupError(
+            f"{folder}: move the fragments to the section {release.version} of the changelog, which exists"
+        )
     changelog.write_text(text.replace(f"## {release.version} (unreleased)", f"## {release.version} ({day})"))
     if f"## {release.version} (" not in text:
         if not set(fragments(release.package).values()) - {"misc"}:

@@ -108,6 +108,8 @@ def clone(tmp_path, root):
         shutil.copytree(
             root / name, folder / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "dist")
         )
+    for changes in folder.glob("packages/*/changes"):
+        shutil.rmtree(changes)
     for key, value in (("user.name", "a"), ("user.email", "a@example.org")):
         subprocess.run(["git", "config", key, value], cwd=folder, check=True)
 
@@ -132,6 +134,10 @@ def test_a_dry_run_builds_and_leaves_the_tree_alone(clone):
     # 0.1.7 has no fragments: the changelog has a section for the first release only.
     assert done.returncode == 1
     assert "packages/hp-moe/changes has no fragment" in done.stderr
+    (clone.moe / "changes").mkdir()
+    (clone.moe / "changes" / "+early.added.md").write_text("A router.\n")
+    assert "move the fragments to the section 0.1.0 of the changelog" in clone.run("hp-moe").stderr
+    shutil.rmtree(clone.moe / "changes")
     done = clone.run("hp-moe")
     assert done.returncode == 0, done.stderr
     assert "hp-moe: 0.1.0 -> 0.1.0" in done.stdout
