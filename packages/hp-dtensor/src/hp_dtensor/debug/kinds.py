@@ -99,8 +99,10 @@ def _hypotheses(
     if relative < _SMALL and abs(_cosine(vectors[0], vectors[1] - vectors[0])) > _ALONG:
         # Rounding has no direction.
         yield "formula", "small and along the tensor itself: another constant, such as an epsilon, or another formula"
+    # Not in all rows: those of an embedding or an expert that were not used are zero.
+    is_spread = any(len(chosen) > _filled(pair, dim) // 2 for dim, chosen in enumerate(_differing(pair)))
     for dtype, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
-        if unit > pair.unit and unit / 8 < relative < unit * 4 and len(_differing(pair)[0]) > BUCKETS // 2:
+        if unit > pair.unit and unit / 8 < relative < unit * 4 and is_spread:
             yield "dtype", f"as large as rounding to {dtype} makes it: a product, cast or reduction in {dtype}"
     if about_a.get("random") or about_b.get("random"):
         yield "random numbers", "nothing else fits, and the model draws random numbers: another seed or order of draws"
