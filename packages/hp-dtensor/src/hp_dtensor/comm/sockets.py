@@ -8,6 +8,7 @@ rank order: the results are equal on all ranks and in every run. A framework's o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -17,7 +18,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +54,11 @@ class SocketProcesses(ProcessInterface):
 
 
 class SocketWorld(World):
-    """The ranks of a job, connected in pairs."""
+    """The ranks of a job, connected in pairs.
+
+    Attributes:
+        failures: why a group cannot be used any more, by its ranks: one that is created again has the same channels.
+    """
 
     def __init__(self, rank: int, size: int, platform: Platform, address: str, timeout_seconds: float) -> None:
         super().__init__(rank, size, platform)
@@ -63,6 +68,7 @@ class SocketWorld(World):
         self._num_expected: Counter[Channel] = Counter()
         self._changed = threading.Condition()
         self._lost: set[int] = set()
+        self.failures: dict[tuple[int, ...], str] = {}
         try:
             self._peers = _connect_all(rank, size, address, time.monotonic() + timeout_seconds)
         except OSError as error:
@@ -301,25 +307,49 @@ class SocketGroup(ProcessGroup):
 
     def _start_all_gather_bytes(self, data: bytes) -> PendingBytes:
         for step in range(1, self.size):
-            self._messages.send(self.channel("bytes", (self.rank + step) % self.size), data)
+            self.send_bytes("bytes", (self.rank + step) % self.size, data)
         return _PendingBytes(self, data)
 
     # Host arrays -----------------------------------------------------------------------------------------
 
-    def channel(self, kind: str, peer: int) -> Channel:
-        """Return the channel of a kind of message with a rank of the group."""
-        return self.ranks[peer], self._digests[kind]
+    def send_bytes(self, kind: str, peer: int, data: Any) -> None:
+        """See `SocketWorld.send`."""
+        with self._failing():
+            self._messages.send(self._channel(kind, peer), data)
 
     def expect(self, kind: str, peer: int) -> int:
         """See `SocketWorld.expect`."""
-        return self._messages.expect(self.channel(kind, peer))
+        self._check_usable()
+        return self._messages.expect(self._channel(kind, peer))
 
     def take(self, kind: str, peer: int, number: int, timeout_seconds: float | None = None) -> bytes | None:
         """See `SocketWorld.take`."""
-        return self._messages.take(self.channel(kind, peer), number, timeout_seconds)
+        with self._failing():
+            return self._messages.take(self._channel(kind, peer), number, timeout_seconds)
+
+    def _channel(self, kind: str, peer: int) -> Channel:
+        return self.ranks[peer], self._digests[kind]
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Mark the group failed if the block raises: ranks no longer agree which message belongs to which call."""
+        self._check_usable()
+        try:
+            yield
+        except BaseException as error:
+            self._messages.failures[self.ranks] = f"{type(error).__name__}: {error}"
+            raise
+
+    def _check_usable(self) -> None:
+        why = self._messages.failures.get(self.ranks)
+        if why is not None:
+            raise CollectiveError(
+                f"{self.last_call} on rank {self._messages.rank}: the group of ranks {list(self.ranks)} has failed "
+                f"before ({why}), and later messages could be taken for those of the failed call. Restart the job"
+            )
 
     def _send_values(self, kind: str, peer: int, x: Tensor) -> None:
-        self._messages.send(self.channel(kind, peer), _bytes_of(host_values(self.platform, x)))
+        self.send_bytes(kind, peer, _bytes_of(host_values(self.platform, x)))
 
     def _gather(self, flat: Array) -> list[Array]:
         return self._swap([flat] * self.size)
@@ -328,13 +358,13 @@ class SocketGroup(ProcessGroup):
         """Send one flat array to each rank, and return those received, of one dtype."""
         for step in range(1, self.size):
             peer = (self.rank + step) % self.size
-            self._messages.send(self.channel("collective", peer), _bytes_of(parts[peer]))
+            self.send_bytes("collective", peer, _bytes_of(parts[peer]))
+        numbers = {peer: self.expect("collective", peer) for peer in range(self.size) if peer != self.rank}
         received = list(parts)
-        for peer in range(self.size):
-            if peer != self.rank:
-                data = self.take("collective", peer, self.expect("collective", peer))
-                assert data is not None
-                received[peer] = np.frombuffer(data, parts[0].dtype)
+        for peer, number in numbers.items():
+            data = self.take("collective", peer, number)
+            assert data is not None
+            received[peer] = np.frombuffer(data, parts[0].dtype)
         return received
 
     def _reduced(self, like: Tensor, parts: Sequence[Array], op: str) -> Array:
@@ -355,12 +385,14 @@ class _Receiving:
         self._number = group.expect(kind, peer)
 
     def wait(self) -> None:
-        target, self._target = self._target, None
+        target = self._target
         if target is not None:
             data = self._group.take(self._kind, self._peer, self._number)
             assert data is not None
             dtype = host_values(self._group.platform, target).dtype
             put_values(self._group.platform, target, np.frombuffer(data, dtype))
+            # Last: a wait that has failed must fail again.
+            self._target = None
 
 
 class _Works:
@@ -368,9 +400,9 @@ class _Works:
         self._works = works
 
     def wait(self) -> None:
-        works, self._works = self._works, ()
-        for work in works:
+        for work in self._works:
             work.wait()
+        self._works = ()
 
 
 class _PendingBytes:
