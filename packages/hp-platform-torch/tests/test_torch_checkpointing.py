@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,8 @@ from hp_dtensor import (
     get_platform,
 )
 from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.parallel import recompute
+from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.spec.placements import Placement
 from hp_dtensor.testing import run_ranks
 from hp_platform_torch.platform import TorchPlatform
@@ -160,3 +163,32 @@ def test_hooks_get_what_functions_with_a_backward_of_their_own_save(name: str, m
     for hooked, (expected, *found) in ranks:
         assert hooked == by_torch + own
         assert all(torch.equal(gradient, expected) for gradient in found)
+
+
+def _torchs(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return checkpoint(part, x, use_reentrant=False)
+
+
+def _own(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return recompute.checkpoint(part, x, platform=get_platform("torch"))
+
+
+def _offloaded(part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return ActivationOffload(get_platform("torch"), smallest=0)(part, x)
+
+
+SAVING = {"checkpoint of torch": _torchs, "own checkpoint": _own, "offload": _offloaded}
+
+
+@pytest.mark.parametrize("outer", SAVING)
+@pytest.mark.parametrize("inner", SAVING)
+def test_the_innermost_of_checkpoints_and_offload_gets_what_own_functions_save(inner: str, outer: str) -> None:
+    def gradient(around: Callable[[Tensor], Tensor]) -> Tensor:
+        x = X.clone().requires_grad_()
+        around(x).sum().backward()
+        return x.grad
+
+    # In the first part, tensors in each other's places go unnoticed by torch, which compares shapes.
+    for part in (lambda x: _attended(x).sin(), lambda x: _attended(x.sin() * x).sin()):
+        found = gradient(functools.partial(SAVING[outer], functools.partial(SAVING[inner], part)))
+        assert torch.equal(found, gradient(part))

@@ -12,13 +12,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.trees import map_tensors, tensors_in
 
 Tensor = Any
 T = TypeVar("T")
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensor(Protocol):
@@ -78,9 +79,8 @@ class PackedTensor:
 class SavedTensors:
     """Tensors that a custom function saves for its backward, plain and outside the graph.
 
-    Data, class or gradient of the given tensor objects may be replaced afterwards. In-place writes raise. Inside
-    `saving_tensors` each tensor is saved by the given function, elsewhere by the program's hooks on saved tensors, or
-    else as a reference.
+    Data, class or gradient of the given tensor objects may be replaced afterwards. In-place writes raise. Each
+    tensor is saved as `saver` returns.
 
     Raises:
         RuntimeError: from `tensors`, if one was written in place meanwhile (if the framework counts writes).
@@ -90,12 +90,7 @@ class SavedTensors:
         # A detached tensor shares storage and version counter, but is another object: data, class or grad of the
         # original may be replaced before backward. And a node that held its own output with its graph would be a
         # reference cycle, which only the garbage collector frees.
-        save = _save.get()
-        hooks = platform.saving_hooks() if save is None else None
-        if hooks is not None:
-            save = functools.partial(PackedTensor, *hooks)
-        elif save is None or save is _by_reference:
-            save = functools.partial(SavedReference, platform)
+        save = saver(platform)
         self._saved = [save(platform.detach(x)) for x in tensors]
 
     @property
@@ -109,32 +104,52 @@ class SavedTensors:
             saved.check()
 
 
+class _Saving(NamedTuple):
+    """The function of a `saving_tensors`, and the innermost hooks at its start."""
+
+    save: Callable[[Tensor], SavedTensor]
+    hooks: Hooks | None
+
+
 @contextlib.contextmanager
-def saving_tensors(save: Callable[[Tensor], SavedTensor] | None) -> Iterator[None]:
-    """Save the tensors of every `SavedTensors` created in the block by `save`. None: by reference, without hooks."""
+def saving_tensors(platform: Platform, save: Callable[[Tensor], SavedTensor] | None) -> Iterator[None]:
+    """Save the tensors of every `SavedTensors` created in the block by `save`, except inside hooks that it enters.
+
+    Args:
+        save: None: by reference.
+    """
+    save = save or functools.partial(SavedReference, platform)
     # A context variable because each simulated rank is a thread.
-    token = _save.set(save or _by_reference)
+    token = _saving.set(_Saving(save, platform.saving_hooks()))
     try:
         yield
     finally:
-        _save.reset(token)
+        _saving.reset(token)
 
 
-def _by_reference(tensor: Tensor) -> SavedTensor:
-    """Stand for `SavedReference` with a platform that `saving_tensors` does not know."""
-    raise NotImplementedError
+def saver(platform: Platform) -> Callable[[Tensor], SavedTensor]:
+    """Return how a tensor is saved here: by the innermost `saving_tensors` or hooks, or else as a reference.
+
+    The returned function takes a leaf, or a tensor outside the graph.
+    """
+    if is_hooked(platform):
+        return functools.partial(PackedTensor, *platform.saving_hooks() or ())
+    saving = _saving.get()
+    return functools.partial(SavedReference, platform) if saving is None else saving.save
 
 
 def is_hooked(platform: Platform) -> bool:
-    """Return True inside the program's own hooks on saved tensors, not those beside a `saving_tensors(save)`."""
-    return _save.get() is None and platform.saving_hooks() is not None
+    """Return True inside hooks on saved tensors, such as the program's, unless a `saving_tensors` is further inside."""
+    # Frameworks call the innermost hooks only, and those of a checkpoint count what they get.
+    hooks, saving = platform.saving_hooks(), _saving.get()
+    return hooks is not None and (saving is None or hooks != saving.hooks)
 
 
 MODIFIED = (
     "backward needs a tensor of shape {} as it was in forward, but it has been modified in place since; write to a "
     "clone of it, or use an operation that is not in place"
 )
-_save: ContextVar[Callable[[Tensor], SavedTensor] | None] = ContextVar("hp_dtensor.comm.saved_tensors", default=None)
+_saving: ContextVar[_Saving | None] = ContextVar("hp_dtensor.comm.saved_tensors.saving", default=None)
 
 
 # Results saved for recomputation --------------------------------------------------------------------------
@@ -272,7 +287,7 @@ class RecomputeRecord:
         try:
             # Outside the graph: a value in it would hold the graph, which holds this record. And saved by reference: it
             # is not one of the tensors that recomputation replaces.
-            with self._operations.paused(), self.platform.no_grad(), saving_tensors(None):
+            with self._operations.paused(), self.platform.no_grad(), saving_tensors(self.platform, None):
                 return compute()
         finally:
             self.is_computing = False

@@ -99,7 +99,7 @@ class ActivationOffload:
         with ExitStack() as stack:
             # Two sources of saved tensors: the framework's own operations, and nodes of `platform.custom_function`.
             stack.enter_context(self._platform.saving(block.save, lambda holder: holder.get()))
-            stack.enter_context(saving_tensors(block.save_detached))
+            stack.enter_context(saving_tensors(self._platform, block.save_detached))
             result = function(x, *args)
         # What this block's own saves have not freed yet: copies of the block before had the time of this whole block.
         if self._last is not None:

@@ -155,7 +155,8 @@ def with_placeholders(call: CheckpointedCall, local: Tensor) -> Tensor:
         local: the local data that the call gets.
     """
     placeholders = _Placeholders(call)
-    with call.platform.saving(placeholders.save, _get), saving_tensors(placeholders.save_detached):
+    platform = call.platform
+    with platform.saving(placeholders.save, _get), saving_tensors(platform, placeholders.save_detached):
         return call.first(local)
 
 
@@ -220,8 +221,8 @@ class _Placeholders:
     def _run(self, recomputation: _Recomputation) -> None:
         """Call the function again, until the recomputation stops it."""
         try:
-            leaf = self._call.leaf()
-            with self._platform.saving(recomputation.save, _get), saving_tensors(recomputation.save_detached):
+            leaf, platform = self._call.leaf(), self._platform
+            with platform.saving(recomputation.save, _get), saving_tensors(platform, recomputation.save_detached):
                 self._call.again(leaf)
         except Exception:
             # `_AllFilled`, or an error raised by a function that caught it.
@@ -341,7 +342,7 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
 
     def forward(local: Tensor) -> Tensor:
         # Nodes made here are freed at once, so what they save need not be offloaded.
-        with platform.no_grad(), saving_tensors(None):
+        with platform.no_grad(), saving_tensors(platform, None):
             y = call.first(local)
         # The node returns local data; the DTensor is rebuilt from it outside, with autograd's own view of it.
         leave[:] = [to_layout_of(y)]

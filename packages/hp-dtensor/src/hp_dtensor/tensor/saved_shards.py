@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hp_dtensor.comm.saved_tensors import SavedReference, SavedTensors, current_record, is_hooked
+from hp_dtensor.comm.saved_tensors import SavedReference, SavedTensors, current_record, is_hooked, saver
 from hp_dtensor.platform.recording import located
 from hp_dtensor.redistribute import RedistributePlan, plan_between
 
@@ -104,8 +104,9 @@ class SavedShard:
         # has hooks too, and copies the shard by `saving_tensors`.
         if is_hooked(platform) or platform.version(x) != mark.version:
             return function(x, *args, **kwargs)
-        # Only an offload's hooks remain, beside its function for custom functions.
-        is_offloaded = platform.saving_hooks() is not None
+        # Only hooks beside a `saving_tensors` remain, such as an offload's. Those below hide them, so its function is
+        # asked for now.
+        is_offloaded, save = platform.saving_hooks() is not None, saver(platform)
         whole = tuple(platform.local_shape(x))
         size, address = math.prod(whole), x.data_ptr()
 
@@ -117,16 +118,17 @@ class SavedShard:
             is_view = saved.data_ptr() == address and math.prod(shape) == size and platform.strides(saved) == contiguous
             is_view = is_view and size > 0  # all tensors without elements may have one address
             if not (is_view or (shape == whole and len(shape) > 2)):
-                # The framework does not check the versions of tensors that hooks have packed. These hooks hide those
-                # of an offload, whose function `SavedTensors` calls; it must not copy parameters.
+                # The framework does not check the versions of tensors that hooks have packed. An offload must not copy
+                # parameters.
                 is_parameter = platform.is_leaf(saved) and platform.requires_grad(saved)
-                save = SavedTensors if is_offloaded and not is_parameter else SavedReference
-                return save(platform, saved)
+                if is_offloaded and not is_parameter:
+                    return save(platform.detach(saved))
+                return SavedReference(platform, saved)
             self._uses += 1
             self._pending += 1
             return _Use(self, shape, saved.dtype, mark.convert)
 
-        with platform.saving(pack, lambda saved: saved.tensors[0] if isinstance(saved, SavedTensors) else saved.get()):
+        with platform.saving(pack, lambda saved: saved.get()):
             return function(x, *args, **kwargs)
 
     def get(self, use: _Use) -> Tensor:
