@@ -220,10 +220,65 @@ def test_modules_that_are_no_chain_are_refused(hp_platform, make, options, messa
         assert model(x, shift) is not None
 
 
+def test_a_tensor_that_occurs_twice_is_refused(hp_platform):
+    """The stages could not know which of the two a submodule gets."""
+    x, _, _ = batch(hp_platform, 0)
+    with pytest.raises(
+        PipelineError, match=r"first gets a tensor that occurs 2 times in the arguments.*give different"
+    ):
+        pipeline(built(hp_platform), (x, x), split_spec=END)
+
+
 def test_the_first_stage_is_called_as_the_example(hp_platform):
     model = built(hp_platform)
     x, shift, _ = batch(hp_platform, 0)
     stage = pipeline(model, (x,), {"shift": shift}, split_spec=END).get_stage_module(0)
     assert len(stage(x, shift=shift)) == 2
-    with pytest.raises(PipelineError, match=r"mb_kwargs, 1 and \['shift'\] by name, got 2 and \[\]"):
+    with pytest.raises(PipelineError, match="argument 'shift': expected a tensor, as in the example, got nothing"):
         stage(x, shift)
+
+
+class Options(nn.Module):
+    """Computes by its options, and returns `extra` too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.extra = nn.Linear(WIDTH, WIDTH), None
+
+    def forward(self, x, mask, flag, name, parts):
+        x = self.linear(x)
+        if mask is not None:
+            x = self.ops.mul(x, mask)
+        x = self.ops.sub(x, self.ops.mul(parts["b"], 2.0))
+        return {"x": x if flag and name == "plus" else self.ops.neg(x), "extra": self.extra}
+
+
+class WithOptions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Options(), Last(), nn.Linear(3, 2)
+
+    def forward(self, x, mask=None, flag=True, name="plus", n=2, parts=None):
+        y = self.a(x, mask, flag, name, parts)
+        return self.c(self.b(y, also=y["x"], scaled=n > 1))
+
+
+def test_only_tensors_may_differ_from_the_example(hp_platform):
+    model = built(hp_platform, WithOptions)
+    (x, y, _), (z, _, _) = batch(hp_platform, 0), batch(hp_platform, 1)
+    parts = {"a": y, "b": z}
+    options = {"mask": None, "flag": True, "name": "plus", "n": 2, "parts": parts}
+    pipe = pipeline(model, (x,), options, split_spec={"c": SplitPoint.BEGINNING})
+    first, last = pipe.get_stage_module(0), pipe.get_stage_module(1)
+
+    # In another order, and with other tensors.
+    options["parts"] = {"b": y, "a": x}
+    found, expected = last(first(x, **options)), model(x, **options)
+    np.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(found)), hp_platform.to_numpy(expected))
+    for name, value in [("mask", x), ("flag", False), ("flag", 1), ("name", "minus"), ("n", 3), ("parts", None)]:
+        with pytest.raises(PipelineError, match=f"argument '{name}.*as in the example, got "):
+            first(x, **{**options, name: value})
+    # Of a submodule, the next one would get None still.
+    model.a.extra = x
+    with pytest.raises(PipelineError, match=r"the output of a\['extra'\]: expected None, as in the example, got a ten"):
+        first(x, **options)

@@ -7,6 +7,7 @@ returned, as stages do. A stage then calls its submodules one after the other.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import itertools
@@ -23,7 +24,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.conversions import local_of
-from hp_dtensor.trees import flattened
+from hp_dtensor.trees import fields_of, flattened
 from hp_trainer._coordination import all_ranks
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.stage import PipelineStage
@@ -305,7 +306,8 @@ def pipeline(
     The module runs once on the example, without autograd. Its forward must call submodules in a chain: the first gets
     tensors of the arguments, every other one those that the one before returned (in any structure, with None, flags and
     strings beside them), and the result has those of the last. Submodules may be nested in lists and other modules.
-    Random numbers are consumed, and buffers that a forward updates are changed.
+    A stage refuses arguments and outputs of submodules that differ from the example in more than their tensors: in
+    None, flags, strings or numbers. Random numbers are consumed, and buffers that a forward updates are changed.
 
     Args:
         module: the full module, equal on all ranks.
@@ -315,8 +317,9 @@ def pipeline(
         split_policy: must be None; torch's takes a traced graph.
 
     Raises:
-        PipelineError: the submodules are no chain (the message names the first that is not), a name is unknown, a stage
-            would be empty, or a parameter is in no stage or in several.
+        PipelineError: the submodules are no chain (the message names the first that is not), or get a tensor that the
+            example or an output has twice; a name is unknown, a stage would be empty, or a parameter is in no stage or
+            in several.
 
     Examples:
         >>> class Model(nn.Module):
@@ -344,15 +347,17 @@ def pipeline(
     chosen = platform_of(module, platform)
     modules = dict(chosen.named_modules(module))
     _check_split_spec(split_spec, modules)
-    calls, result = _chain_of(chosen, module, modules, split_spec, tuple(mb_args), dict(mb_kwargs or {}))
-    paths = list(calls)
+    args, kwargs = tuple(mb_args), dict(mb_kwargs or {})
+    chain, result = _chain_of(chosen, module, modules, split_spec, args, kwargs)
+    paths = list(chain.calls)
     bounds = [0, *_splits(paths, split_spec), len(paths)]
     with nn.building(chosen):
         stages = [
             _ChainStage(
                 {path: modules[path] for path in paths[start:stop]},
-                [calls[path] for path in paths[start:stop]],
-                arguments=(len(mb_args), sorted(mb_kwargs or {})) if start == 0 else None,
+                [chain.calls[path] for path in paths[start:stop]],
+                outputs=[chain.outputs[path] for path in paths[start:stop]],
+                arguments=_Example(chosen, _named(args, kwargs)) if start == 0 else None,
                 result=result if stop == len(paths) else None,
             )
             for start, stop in itertools.pairwise(bounds)
@@ -379,8 +384,8 @@ def _chain_of(
     split_spec: Mapping[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[dict[str, Any], Any]:
-    """Return the arguments of each submodule that a forward calls, in order, and the result, with `_Value`s in them.
+) -> tuple[_Chain, Any]:
+    """Return the chain of the submodules that a forward calls, and the result, with `_Value`s in it.
 
     The submodules are the outermost ones that no split divides.
     """
@@ -395,7 +400,7 @@ def _chain_of(
     finally:
         for hook in hooks:
             hook.remove()
-    return chain.calls, chain.refer("the module", "returns", output)
+    return chain, chain.refer("the module", "returns", output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,9 +410,81 @@ class _Value:
     index: int
 
 
-def _values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the values in arguments; keyword arguments in the order of their names, which is that of every call."""
-    return flattened((args, dict(sorted(kwargs.items()))))[0]
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name; keyword arguments in the order of their names, which is that of every call."""
+    positional = {f"argument {index}": value for index, value in enumerate(args)}
+    return positional | {f"argument {name!r}": kwargs[name] for name in sorted(kwargs)}
+
+
+def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield each leaf of a tree, as `flattened` finds them, with its path."""
+    if isinstance(tree, Mapping):
+        children: Any = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        children = enumerate(tree)
+    else:
+        yield path, tree
+        return
+    for key, child in children:
+        yield from _leaves(child, f"{path}[{key!r}]")
+
+
+class _Example:
+    """Values that forward got in the example, from the caller or a submodule: all but tensors must stay as they were.
+
+    Args:
+        named: trees by name.
+    """
+
+    def __init__(self, platform: Platform, named: Mapping[str, Any]) -> None:
+        self._platform = platform
+        self._fixed = {path: self._without_tensors(leaf) for path, leaf in self._found(named)}
+
+    def values(self, named: Mapping[str, Any], ordered: bool = False) -> list[Any]:
+        """Return the leaves of trees like the example's, in its order.
+
+        Args:
+            ordered: refuse mappings in another order, of which a later stage would take one value for another.
+
+        Raises:
+            PipelineError: a leaf is missing or new, or another than a tensor differs.
+        """
+        found = dict(self._found(named))
+        fixed = {path: self._without_tensors(leaf) for path, leaf in found.items()}
+        for path in [*self._fixed, *fixed]:
+            old, new = self._fixed.get(path, _NOTHING), fixed.get(path, _NOTHING)
+            if old is not new and (type(old) is not type(new) or old != new):
+                raise PipelineError(
+                    f"stage of pipeline(): {path}: expected {old!r}, as in the example, got {new!r}; forward may "
+                    "depend on it, and is not called again. Split the module again with such an example, or write the "
+                    "stages as modules and give them to PipelineStage"
+                )
+        if ordered and list(fixed) != list(self._fixed):
+            raise PipelineError(f"stage of pipeline(): expected the order {list(self._fixed)}, got {list(fixed)}")
+        return [found[path] for path in self._fixed]
+
+    def _found(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        return itertools.chain.from_iterable(_leaves(tree, name) for name, tree in named.items())
+
+    def _without_tensors(self, tree: Any) -> Any:
+        if isinstance(tree, self._platform.Tensor):
+            return _TENSOR
+        # A dataclass is a leaf, with any tree in it.
+        if dataclasses.is_dataclass(tree):
+            leaves = itertools.chain.from_iterable(_leaves(x, name) for name, x in (fields_of(tree) or {}).items())
+            return type(tree).__qualname__, {path: self._without_tensors(leaf) for path, leaf in leaves}
+        return tree
+
+
+class _Mark:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+_TENSOR, _NOTHING = _Mark("a tensor"), _Mark("nothing")
 
 
 def _filled(template: Any, values: Sequence[Any]) -> Any:
@@ -417,14 +494,20 @@ def _filled(template: Any, values: Sequence[Any]) -> Any:
 
 
 class _Chain:
-    """The submodules that a forward has called so far, with their arguments, and the output of the last one."""
+    """The submodules that a forward has called so far, with their arguments and outputs.
+
+    Attributes:
+        calls: the arguments of each submodule by path, in order, with `_Value`s for what the one before returned.
+        outputs: what each returned.
+    """
 
     def __init__(self, platform: Platform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.calls: dict[str, Any] = {}
+        self.outputs: dict[str, _Example] = {}
         self._platform = platform
         self._running: str | None = None
         self._last = "the arguments"
-        self._hold(_values(args, kwargs))
+        self._hold(list(_named(args, kwargs).values()))
 
     def hook(self, path: str, module: Module) -> list[Any]:
         def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -438,7 +521,8 @@ class _Chain:
         def after(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if self._running == path:
                 self._running, self._last = None, f"the output of {path}"
-                self._hold(flattened(output)[0])
+                self.outputs[path] = _Example(self._platform, {self._last: output})
+                self._hold(output)
 
         return [
             self._platform.add_forward_pre_hook(module, before),
@@ -449,16 +533,23 @@ class _Chain:
         """Return a tree with a `_Value` for each value of the last output.
 
         Raises:
-            PipelineError: another value than None, flags and strings, or one that was written since.
+            PipelineError: another value than None, flags and strings, or one that was written since or occurs twice.
         """
         leaves, rebuild = flattened(tree)
         return rebuild([self._reference(who, verb, x) for x in leaves])
 
     def _reference(self, who: str, verb: str, x: Any) -> Any:
-        # Numbers may depend on the example, as lengths do.
         if x is None or isinstance(x, (bool, str)):
             return x
-        index = next((index for index, held in enumerate(self._held) if held is x), None)
+        # Numbers may depend on the example, as lengths do, and equal ones are the same object.
+        is_number = isinstance(x, (int, float, complex))
+        found = [] if is_number else [index for index, held in enumerate(self._held) if held is x]
+        if len(found) > 1:
+            raise PipelineError(
+                f"pipeline: {who} {verb} a tensor that occurs {len(found)} times in {self._last}, and which one "
+                "is meant is unknown; give different tensors as examples, and let a submodule return each tensor once"
+            )
+        index = found[0] if found else None
         if index is not None and self._versions[index] == self._version(x):
             return _Value(index)
         kind = "a tensor" if isinstance(x, self._platform.Tensor) else f"{type(x).__name__} {x!r}"
@@ -470,8 +561,9 @@ class _Chain:
             "submodule, or write the stages as modules and give them to PipelineStage"
         )
 
-    def _hold(self, values: list[Any]) -> None:
-        self._held, self._versions = values, [self._version(x) for x in values]
+    def _hold(self, tree: Any) -> None:
+        self._held = flattened(tree)[0]
+        self._versions = [self._version(x) for x in self._held]
 
     def _version(self, x: Any) -> int:
         return self._platform.version(local_of(self._platform, x)) if isinstance(x, self._platform.Tensor) else 0
@@ -510,7 +602,8 @@ class _ChainStage(nn.Module):
     Args:
         modules: by dotted name.
         calls: the arguments of each, with `_Value`s for what the one before returned.
-        arguments: of the first stage, the number of positional ones and the names of the others.
+        outputs: what each returned in the example.
+        arguments: those of the example, for the first stage.
         result: the full module's result, likewise; None: what the last submodule returns.
     """
 
@@ -518,11 +611,12 @@ class _ChainStage(nn.Module):
         self,
         modules: Mapping[str, Module],
         calls: Sequence[Any],
-        arguments: tuple[int, list[str]] | None,
+        outputs: Sequence[_Example],
+        arguments: _Example | None,
         result: Any,
     ) -> None:
         super().__init__()
-        self._calls, self._arguments, self._result = list(zip(modules, calls, strict=True)), arguments, result
+        self._calls, self._arguments, self._result = list(zip(modules, calls, outputs, strict=True)), arguments, result
         holders: dict[str, Any] = {"": self}
         for path, module in modules.items():
             holder = ""
@@ -537,15 +631,10 @@ class _ChainStage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Later stages on the rank of the first one get its keyword arguments too.
-        kwargs = {} if self._arguments is None else kwargs
-        if self._arguments not in (None, (len(args), sorted(kwargs))):
-            raise PipelineError(
-                f"stage 0: expected arguments as in mb_args and mb_kwargs, {self._arguments[0]} and "
-                f"{self._arguments[1]} by name, got {len(args)} and {sorted(kwargs)}"
-            )
-        output, values = None, _values(args, kwargs)
-        for path, call in self._calls:
+        values = flattened(args)[0] if self._arguments is None else self._arguments.values(_named(args, kwargs))
+        output = None
+        for path, call, example in self._calls:
             own_args, own_kwargs = _filled(call, values)
             output = functools.reduce(getattr, path.split("."), self)(*own_args, **own_kwargs)
-            values = flattened(output)[0]
+            values = example.values({f"the output of {path}": output}, ordered=True)
         return output if self._result is None else _filled(self._result, values)
