@@ -76,6 +76,25 @@ def test_batches_that_make_no_equal_micro_batches(hp_platform):
     assert run_ranks(program, 2, hp_platform) == [(0, False), (2, True)]
 
 
+def test_losses_that_cannot_be_given_are_refused_on_every_rank(hp_platform):
+    """Before anything is sent: the ranks before the last one would wait for it in their next collective."""
+
+    def program():
+        pipeline = pipeline_of(hp_platform, lambda y, call: y)
+        for run in (pipeline.step, pipeline.eval):
+            with record_collectives() as log, pytest.raises(PipelineError, match=r"expected a list, .* got tuple"):
+                run(batch(hp_platform), losses=())
+        pipeline.loss_fn = None
+        for run in (pipeline.step, pipeline.eval):
+            with record_collectives() as log, pytest.raises(PipelineError, match="the pipeline has no loss_fn"):
+                run(batch(hp_platform), losses=[])
+        with pytest.raises(PipelineError, match="a backward needs a loss"):
+            pipeline.run_microbatches([(batch(hp_platform),)] * 2)
+        return len(log.records)
+
+    assert run_ranks(program, 2, hp_platform) == [0, 0]
+
+
 def test_fixed_shapes_are_sent_once(hp_platform):
     """Later steps send micro-batches alone; an evaluation may have other shapes, and another step may not."""
 

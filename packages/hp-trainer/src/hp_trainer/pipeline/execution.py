@@ -299,6 +299,7 @@ class Pipeline:
             PipelineError: the batch cannot be split evenly, a stage's output cannot be sent or has changed its shape,
                 there is no loss function for `losses`, or another rank has failed.
         """
+        self._check_losses(losses)
         options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
         if self.loss_fn is not None and not self.platform.is_grad_enabled():
             raise PipelineError("step() runs a backward, and nothing is recorded here (no_grad); use eval()")
@@ -316,6 +317,7 @@ class Pipeline:
         **kwargs: Any,
     ) -> Any:
         """Run the forward of one batch without autograd. Arguments and result are those of `step`."""
+        self._check_losses(losses)
         options: dict[str, Any] = {"losses": losses, "return_outputs": return_outputs, "loss_kwargs": loss_kwargs}
         with self.platform.no_grad():
             return self._run(*self._split(args, kwargs, target), **options, forward_only=True)
@@ -339,7 +341,13 @@ class Pipeline:
             targets: target of each micro-batch, on the rank with the last stage.
             forward_only: run no backward, without autograd.
             losses, return_outputs, loss_kwargs: as for `step`.
+
+        Raises:
+            PipelineError: as for `step`, or there is no loss function for a backward.
         """
+        self._check_losses(losses)
+        if self.loss_fn is None and not forward_only:
+            raise PipelineError("a backward needs a loss, and the pipeline has no loss_fn; give forward_only=True")
         number = self.num_microbatches
         named = [{} for _ in range(number)] if kwargs is None else [dict(each) for each in kwargs]
         targets = [None] * number if targets is None else list(targets)
@@ -349,6 +357,13 @@ class Pipeline:
             raise PipelineError(f"the schedule has {number} micro-batches, got {', '.join(wrong)}")
         with self.platform.no_grad() if forward_only else self.platform.enable_grad():
             return self._run(args, named, targets, losses, return_outputs, loss_kwargs, forward_only=forward_only)
+
+    def _check_losses(self, losses: list[Tensor] | None) -> None:
+        # On every rank, before anything is sent: after an error on the last one alone, the others would wait for it.
+        if losses is not None and self.loss_fn is None:
+            raise PipelineError("losses were asked for, and the pipeline has no loss_fn; give it one")
+        if losses is not None and not isinstance(losses, list):
+            raise PipelineError(f"losses: expected a list, which is filled, got {type(losses).__name__}")
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
@@ -371,8 +386,6 @@ class Pipeline:
         *,
         forward_only: bool,
     ) -> Any:
-        if losses is not None and not isinstance(losses, list):
-            raise PipelineError(f"losses: expected a list, which is filled, got {type(losses).__name__}")
         self._loss_kwargs = loss_kwargs or {}
         self._args = args
         self._kwargs = kwargs
@@ -401,8 +414,6 @@ class Pipeline:
         outputs, found = self._outputs, self._losses
         self._reset()
         if losses is not None and self.has_last_stage:
-            if self.loss_fn is None:
-                raise PipelineError("losses were asked for, and the pipeline has no loss_fn; give it one")
             losses[:] = [found[index] for index in sorted(found)]
         if not outputs:
             return None
