@@ -2,8 +2,8 @@
 
 A platform provides the names in `PRIMITIVES`. `complete` adds the remaining names of `OP_SIGNATURES`, computed from
 these on plain tensors; gradients are those of autograd. A framework's own function is faster and needs less memory, so
-every name that a platform provides replaces the composition here. The conformance suite compares each composition with
-NumPy, on every platform.
+every name that a platform provides replaces the composition here. Half precision is computed in float32 and rounded at
+the end. The conformance suite compares each composition with NumPy, on every platform.
 """
 
 from __future__ import annotations
@@ -94,10 +94,12 @@ class Composition:
         return self.logical_or(self.lt(x, y), self.eq(x, y))
 
     def gt(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.lt(self._tensor(y, x), x)
+        x, y = self._promoted(x, y)
+        return self.lt(y, x)
 
     def ge(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.le(self._tensor(y, x), x)
+        x, y = self._promoted(x, y)
+        return self.le(y, x)
 
     def logical_or(self, x: Tensor, y: Tensor) -> Tensor:
         return self.logical_not(self.logical_and(self.logical_not(x), self.logical_not(y)))
@@ -109,14 +111,21 @@ class Composition:
         return self.where(self.lt(x, 0), self.neg(x), self.where(self.eq(x, 0), self.zeros_like(x), x))
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        # By `tanh`, which does not overflow, as 1 / (1 + exp(-x)) does in backward.
-        return self.add(self.mul(self.tanh(self.mul(x, 0.5)), 0.5), 0.5)
+        # 1 / (1 + exp(-x)) would overflow in backward, and a form with `tanh` rounds small results to 0.
+        wide = self._accurate(x)
+        is_negative = self.lt(wide, 0)
+        # Not by `abs`, whose gradient at 0 is 0.
+        power = self.exp(self.where(is_negative, wide, self.neg(wide)))
+        above = self.where(is_negative, power, self.ones_like(power))
+        return self._rounded(self.div(above, self.add(power, 1)), x)
 
     def relu(self, x: Tensor) -> Tensor:
-        return self.where(self.gt(x, 0), x, self.zeros_like(x))
+        # NaN is not <= 0 and stays.
+        return self.where(self.le(x, 0), self.zeros_like(x), x)
 
     def silu(self, x: Tensor) -> Tensor:
-        return self.mul(x, self.sigmoid(x))
+        wide = self._accurate(x)
+        return self._rounded(self.mul(wide, self.sigmoid(wide)), x)
 
     def isfinite(self, x: Tensor) -> Tensor:
         return self.eq(self.mul(x, 0), 0)
@@ -127,20 +136,30 @@ class Composition:
     def clamp(self, x: Tensor, min: Any = None, max: Any = None) -> Tensor:
         # By comparison: elements at a bound keep their gradient, as in torch.
         if min is not None:
-            x = self.where(self.lt(x, min), self._tensor(min, x), x)
-        return x if max is None else self.where(self.gt(x, max), self._tensor(max, x), x)
+            x, low = self._promoted(x, min)
+            x = self.where(self.lt(x, low), low, x)
+        if max is not None:
+            x, high = self._promoted(x, max)
+            x = self.where(self.gt(x, high), high, x)
+        return x
 
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
-        return self.where(mask, self._tensor(value, x), x)
+        return self.where(mask, self.full((), value, x.dtype), x)
 
     # Reductions ------------------------------------------------------------------------------------------
 
     def mean(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
         dims = range(len(x.shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
-        return self.div(self.sum(x, dim, keepdim), math.prod(x.shape[each] for each in dims))
+        wide = self._accurate(x) if self._is_floating(x) else x
+        return self._rounded(self.div(self.sum(wide, dim, keepdim), math.prod(x.shape[each] for each in dims)), x)
 
     def amin(self, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-        return self.neg(self.amax(self.neg(x), dim, keepdim))
+        if self._is_floating(x):
+            return self.neg(self.amax(self.neg(x), dim, keepdim))
+        # By -1 - x: the smallest integer has no negative, nor have those without a sign.
+        wide = self.cast(x, self._platform.dtype("int64"))
+        highest = self.amax(self.add(self.neg(wide), -1), dim, keepdim)
+        return self.cast(self.add(self.neg(highest), -1), x.dtype)
 
     def argmax(self, x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
         # Stable: of several maxima the first.
@@ -148,9 +167,10 @@ class Composition:
         return first if keepdim else self.squeeze(first, dim)
 
     def logsumexp(self, x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-        highest = self._shift(x, dim)
-        total = self.add(self.log(self.sum(self.exp(self.sub(x, highest)), dim, True)), highest)
-        return total if keepdim else self.squeeze(total, dim)
+        wide = self._accurate(x)
+        highest = self._shift(wide, dim)
+        total = self.add(self.log(self.sum(self.exp(self.sub(wide, highest)), dim, True)), highest)
+        return self._rounded(total if keepdim else self.squeeze(total, dim), x)
 
     def _shift(self, x: Tensor, dim: int) -> Tensor:
         """Return the maximum along a dimension, as a constant; 0 where it is infinite."""
@@ -173,7 +193,8 @@ class Composition:
         groups = query.shape[1] // max(key.shape[1], 1) if enable_gqa else 1
         if groups > 1:
             key, value = (self.repeat_interleave(x, groups, 1) for x in (key, value))
-        scores = self.mul(self.matmul(query, self.transpose(key, -2, -1)), query.shape[-1] ** -0.5)
+        # Scaled before the product, which could overflow in half precision.
+        scores = self.matmul(self.mul(query, query.shape[-1] ** -0.5), self.transpose(key, -2, -1))
         if is_causal:
             int64 = self._platform.dtype("int64")
             rows, columns = (self.arange(n, int64) for n in (query.shape[-2], key.shape[-2]))
@@ -184,11 +205,13 @@ class Composition:
     # Normalization, losses, tables -----------------------------------------------------------------------
 
     def softmax(self, x: Tensor, dim: int) -> Tensor:
-        powers = self.exp(self.sub(x, self._shift(x, dim)))
-        return self.div(powers, self.sum(powers, dim, True))
+        wide = self._accurate(x)
+        powers = self.exp(self.sub(wide, self._shift(wide, dim)))
+        return self._rounded(self.div(powers, self.sum(powers, dim, True)), x)
 
     def log_softmax(self, x: Tensor, dim: int) -> Tensor:
-        return self.sub(x, self.logsumexp(x, dim, True))
+        wide = self._accurate(x)
+        return self._rounded(self.sub(wide, self.logsumexp(wide, dim, True)), x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # In float32, as frameworks do: squares of half precision overflow.
@@ -199,14 +222,12 @@ class Composition:
     def cross_entropy(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         is_ignored = self.eq(targets, -100)
         index = self.unsqueeze(self.where(is_ignored, self.zeros_like(targets), targets), 1)
-        losses = self.neg(self.squeeze(self.gather(self.log_softmax(logits, 1), 1, index), 1))
-        losses = self.masked_fill(losses, is_ignored, 0.0)
-        if reduction == "none":
-            return losses
-        if reduction == "sum":
-            return self.sum(losses)
-        count = self.sum(self.cast(self.logical_not(is_ignored), losses.dtype))
-        return self.div(self.sum(losses), count)
+        likelihoods = self.log_softmax(self._accurate(logits), 1)
+        losses = self.masked_fill(self.neg(self.squeeze(self.gather(likelihoods, 1, index), 1)), is_ignored, 0.0)
+        if reduction != "none":
+            count = self.sum(self.cast(self.logical_not(is_ignored), losses.dtype)) if reduction == "mean" else 1
+            losses = self.div(self.sum(losses), count)
+        return self._rounded(losses, logits)
 
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         rows = self.index_select(weight, 0, self.reshape(ids, (-1,)))
@@ -270,13 +291,24 @@ class Composition:
     def _is_tensor(self, value: Any) -> bool:
         return isinstance(value, self._platform.Tensor)
 
-    def _tensor(self, value: Any, like: Tensor) -> Tensor:
-        """Return a number as a 0-d tensor of the dtype of another tensor."""
-        return value if self._is_tensor(value) else self.full((), value, like.dtype)
+    def _promoted(self, x: Tensor, number: Any) -> tuple[Tensor, Tensor]:
+        """Return a tensor, and a number as a 0-d tensor of its dtype. A fraction makes integers float32."""
+        if self._is_tensor(number):
+            return x, number
+        own, boolean = self._platform.dtype_of_number(number), self._platform.dtype("bool")
+        if (self._platform.is_floating(own) and not self._is_floating(x)) or (x.dtype == boolean and own != boolean):
+            x = self.cast(x, own)
+        return x, self.full((), number, x.dtype)
 
     def _is_floating(self, x: Tensor) -> bool:
         return self._platform.is_floating(x.dtype)
 
+    def _rounded(self, result: Tensor, x: Tensor) -> Tensor:
+        """Return what was computed from `_accurate(x)` in the dtype of `x`, unless that is of integers."""
+        is_done = result.dtype == x.dtype or not self._is_floating(x)
+        return result if is_done else self.cast(result, x.dtype)
+
     def _accurate(self, x: Tensor) -> Tensor:
+        """Return a tensor in float32, or as it is in float64: sums of half precision overflow and lose terms."""
         is_wide = self._platform.dtype_name(x.dtype) in ("float32", "float64")
         return x if is_wide else self.cast(x, self._platform.dtype("float32"))

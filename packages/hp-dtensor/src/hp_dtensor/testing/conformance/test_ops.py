@@ -106,12 +106,16 @@ def _pointwise() -> list[Case]:
         _case("pow", positive, row, reference=np.power),
         _case("clamp", x, keywords={"min": -1.0, "max": 0.7}, reference=lambda a: np.clip(a, -1.0, 0.7)),
         _case("clamp", x, label="min", keywords={"min": 0.1}, reference=lambda a: np.maximum(a, 0.1)),
+        _case(
+            "clamp", np.array([-1, 0, 1, 2]), label="int64 by fractions", keywords={"min": -0.5, "max": 1.5},
+            reference=lambda a: np.clip(a, -0.5, 1.5),
+        ),
         _case("where", mask, x, y, reference=np.where),
         _case("where", mask, x, row, reference=np.where),
         _case("masked_fill", x, mask, arguments=(-7.0,), reference=lambda a, m: np.where(m, -7.0, a)),
         _case("zeros_like", x, reference=np.zeros_like, differentiable=False),
         _case("ones_like", x, reference=np.ones_like, differentiable=False),
-    ]
+    ]  # fmt: skip
 
 
 def _comparisons() -> list[Case]:
@@ -133,6 +137,21 @@ def _comparisons() -> list[Case]:
         *(_case(name, x, y, reference=reference) for name, reference in compared.items()),
         *(
             _case(name, x, arguments=(1.0,), reference=lambda v, reference=reference: reference(v, 1.0))
+            for name, reference in compared.items()
+        ),
+        *(
+            _case(
+                name,
+                np.array([-1, 0, 1, 2]),
+                label=f"int64 {bound}",
+                arguments=(bound,),
+                reference=lambda v, reference=reference, bound=bound: reference(v, bound),
+            )
+            for name, reference in compared.items()
+            for bound in (-0.5, 1.5, 1)
+        ),
+        *(
+            _case(name, a, label="bool 2", arguments=(2,), reference=lambda v, reference=reference: reference(v, 2))
             for name, reference in compared.items()
         ),
         _case("eq", np.array([1, 2, 3]), np.array([[1], [3]]), reference=np.equal, label="int64"),
@@ -158,6 +177,7 @@ def _reductions() -> list[Case]:
         _case("amax", cube, arguments=(1,), reference=lambda a: a.max(1)),
         _case("amax", cube, arguments=(-1, True), reference=lambda a: a.max(-1, keepdims=True)),
         _case("amin", cube, arguments=(0,), reference=lambda a: a.min(0)),
+        _case("amin", np.array([-(2**63), 5]), arguments=(0,), label="int64", reference=lambda a: a.min(0)),
         _case("argmax", cube, arguments=(1,), reference=lambda a: a.argmax(1), differentiable=False),
         _case("logsumexp", cube, arguments=(-1,), reference=lambda a: _logsumexp(a, -1)[..., 0]),
         _case("logsumexp", x, arguments=(0, True), reference=lambda a: _logsumexp(a, 0)),
@@ -377,8 +397,55 @@ COMPOSED = [case for case in CASES if case.name not in PRIMITIVES]
 @pytest.mark.parametrize("case", COMPOSED, ids=[case.id for case in COMPOSED])
 def test_compositions(hp_platform: Platform, case: Case) -> None:
     """Operations composed of the platform's primitives, whether or not the platform uses the compositions."""
-    primitives = {name: getattr(hp_platform.ops, name) for name in PRIMITIVES}
-    _check(hp_platform, case, SimpleNamespace(**complete(hp_platform, primitives)))
+    _check(hp_platform, case, _composed(hp_platform))
+
+
+def _composed(platform: Platform) -> SimpleNamespace:
+    return SimpleNamespace(**complete(platform, {name: getattr(platform.ops, name) for name in PRIMITIVES}))
+
+
+@pytest.fixture(params=["own", "composed"])
+def either_ops(hp_platform: Platform, request: pytest.FixtureRequest) -> Any:
+    """The platform's operations, and those composed of its primitives."""
+    return hp_platform.ops if request.param == "own" else _composed(hp_platform)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2e-5), ("float16", 1e-3), ("bfloat16", 8e-3)])
+def test_small_results_of_sigmoid_and_silu(hp_platform: Platform, either_ops: Any, dtype: str, rounding: float) -> None:
+    """They are as precise as large ones."""
+    x = np.array([-30.0, -18.0, -12.0, -9.0, -4.0, 0.0, 9.0])
+    x = x[3:] if dtype == "float16" else x  # its smallest normal number is 6e-5
+    for name, expected in (("sigmoid", _sigmoid(x)), ("silu", x * _sigmoid(x))):
+        result = getattr(either_ops, name)(tensor(hp_platform, x, dtype))
+        assert hp_platform.dtype_name(result.dtype) == dtype
+        np.testing.assert_allclose(read(hp_platform, result).astype(float), expected, rtol=rounding, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_compositions_add_up_half_precision_in_float32(hp_platform: Platform, dtype: str) -> None:
+    """70000 is beyond the range of float16, and a sum of ones in bfloat16 stops at 256."""
+    count, rounding = 70_000, {"float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    ops = _composed(hp_platform)
+    x, pairs = tensor(hp_platform, np.ones(count), dtype), tensor(hp_platform, np.ones((count, 2)), dtype)
+    zeros = tensor(hp_platform, np.zeros(count), "int64")
+    heads = tensor(hp_platform, np.full((1, 1, 1, 4), 150.0), dtype)
+    found = {
+        "mean": (ops.mean(x), 1.0),
+        "logsumexp": (ops.logsumexp(x, 0), 1 + np.log(count)),
+        "softmax": (ops.softmax(x, 0), 1 / count),
+        "log_softmax": (ops.log_softmax(x, 0), -np.log(count)),
+        "cross_entropy": (ops.cross_entropy(pairs, zeros), np.log(2)),
+        "scaled_dot_product_attention": (ops.scaled_dot_product_attention(heads, heads, heads), 150.0),
+    }
+    for name, (result, expected) in found.items():
+        assert hp_platform.dtype_name(result.dtype) == dtype, name
+        # 1 / 70000 is below the normal numbers of float16, whose distance there is 6e-8.
+        np.testing.assert_allclose(read(hp_platform, result).astype(float), expected, rtol=rounding, atol=6e-8)
+
+
+def test_the_composition_of_relu_keeps_nan(hp_platform: Platform) -> None:
+    x = tensor(hp_platform, [np.nan, -1.0, 2.0])
+    np.testing.assert_array_equal(read(hp_platform, _composed(hp_platform).relu(x)), [np.nan, 0, 2])
 
 
 def _check(hp_platform: Platform, case: Case, ops: Any) -> None:
