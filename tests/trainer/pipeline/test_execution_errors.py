@@ -15,7 +15,8 @@ from hp_dtensor.testing.simulated import SimulatedGroup
 from hp_fsdp import fully_shard
 from hp_fsdp.memory import memory_use
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.pipeline import Action, Kind, Pipeline, PipelineStage
+from hp_trainer.pipeline import Action, Kind, Pipeline, PipelineStage, TensorChunkSpec
+from hp_trainer.pipeline.execution import merge_outputs, split_all
 
 
 class Odd(nn.Module):
@@ -93,6 +94,19 @@ def test_losses_that_cannot_be_given_are_refused_on_every_rank(hp_platform):
         return len(log.records)
 
     assert run_ranks(program, 2, hp_platform) == [0, 0]
+
+
+def test_specs_of_arguments_and_outputs(hp_platform):
+    """One that names no argument of the step is refused where another is not named; None leaves a value as it is."""
+    x, shared = batch(hp_platform), batch(hp_platform, rows=2)
+    with pytest.raises(PipelineError, match=r"names \['msak'\], which this step does not get, and not \['mask'\]"):
+        split_all(hp_platform, (), {"mask": x}, 2, kwargs_spec={"msak": None})
+    # Of another rank's stage, or left out.
+    _, named = split_all(hp_platform, (), {"mask": x}, 2, kwargs_spec={"mask": None, "shift": TensorChunkSpec(0)})
+    assert all(each["mask"] is x for each in named)
+    rows, same = merge_outputs(hp_platform, [(x, shared), (x, shared)], (TensorChunkSpec(0), None))
+    assert tuple(rows.shape) == (8, 2)
+    assert same is shared
 
 
 def test_fixed_shapes_are_sent_once(hp_platform):

@@ -107,16 +107,20 @@ def merge_outputs(platform: Platform, outputs: Sequence[Any], spec: Any = None) 
     """Merge the outputs of all micro-batches by concatenating their tensors.
 
     Args:
-        spec: a tree like one output with a `TensorChunkSpec` for each tensor; None for dimension 0.
+        spec: a tree like one output with a `TensorChunkSpec` for each tensor, or None for one that is equal for all
+            micro-batches, of which that of the first is returned. If `spec` itself is None, tensors are concatenated
+            along dimension 0.
     """
     rebuild = flattened(outputs[0])[1]
     columns = list(zip(*(flattened(output)[0] for output in outputs), strict=True))
-    dims = [None] * len(columns) if spec is None else _split_dims(spec, len(columns), "output_merge_spec")
-    return rebuild([_merged(platform, column, dim or 0) for column, dim in zip(columns, dims, strict=True)])
+    dims: Sequence[int | None] = [0] * len(columns)
+    if spec is not None:
+        dims = _split_dims(spec, len(columns), "output_merge_spec")
+    return rebuild([_merged(platform, column, dim) for column, dim in zip(columns, dims, strict=True)])
 
 
-def _merged(platform: Platform, column: Sequence[Any], dim: int) -> Any:
-    if not isinstance(column[0], platform.Tensor):
+def _merged(platform: Platform, column: Sequence[Any], dim: int | None) -> Any:
+    if dim is None or not isinstance(column[0], platform.Tensor):
         return column[0]
     # Scalars have no dimension to concatenate along.
     if not column[0].shape:
@@ -132,11 +136,22 @@ def split_all(
     args_spec: Any = None,
     kwargs_spec: Any = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Return the positional and the keyword arguments of each micro-batch; see `split_inputs`."""
+    """Return the positional and the keyword arguments of each micro-batch; see `split_inputs`.
+
+    Raises:
+        PipelineError: `kwargs_spec` names an argument that is not given while one that is given is not named.
+    """
     positional = split_inputs(platform, tuple(args), num_microbatches, args_spec, "argument")
     if kwargs_spec is not None:
         if not isinstance(kwargs_spec, Mapping):
             raise PipelineError(f"kwargs_chunk_spec: expected a dict of argument names, got {kwargs_spec!r}")
+        unknown, missing = sorted(kwargs_spec.keys() - kwargs), sorted(kwargs.keys() - kwargs_spec)
+        # The specs may be for all ranks, and arguments be left out; but one misspelt would not be split as meant.
+        if unknown and missing:
+            raise PipelineError(
+                f"kwargs_chunk_spec: names {unknown}, which this step does not get, and not {missing}, which it does; "
+                "name these too: TensorChunkSpec(0) is the default"
+            )
         # Keyword arguments that the specs do not mention are split along dimension 0.
         kwargs_spec = {name: kwargs_spec.get(name, TensorChunkSpec(0)) for name in kwargs}
     return positional, split_inputs(platform, dict(kwargs), num_microbatches, kwargs_spec, "keyword argument")
@@ -164,7 +179,9 @@ class Pipeline:
             delays other communication, this is faster.
         reduces_once: with `gathers_for_step=False`, hold gradients unsharded until the last backward. False: each
             backward reduces them, and only shards are held.
-        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: trees of `TensorChunkSpec`; default: dimension 0.
+        args_chunk_spec, kwargs_chunk_spec: trees of `TensorChunkSpec`, or None for an argument that every micro-batch
+            gets unsplit; default: dimension 0.
+        output_merge_spec: likewise, or None for an output that is equal for all micro-batches.
 
     Raises:
         PipelineError: the stages are not those that the schedule assigns to this rank, or the schedule splits backwards
