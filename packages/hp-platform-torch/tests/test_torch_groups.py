@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch_rank_functions as on_rank
@@ -209,23 +211,48 @@ def test_a_message_of_torch_has_no_frames_of_cpp():
 
 
 @pytest.mark.parametrize(
-    ("local_rank", "count", "visible", "index"), [(3, 4, "", 3), (0, 1, "", 0), (3, 1, "5", 0), (1, 2, "4,5", 1)]
+    ("local_rank", "count", "visible", "slurm", "index"),
+    [
+        (3, 4, "", {}, 3),
+        (0, 1, "", {}, 0),
+        (0, 1, "2", {}, 0),
+        (3, 1, "5", {"SLURM_LOCALID": "3", "SLURM_GPUS_PER_TASK": "1"}, 0),
+        (3, 1, "5", {"SLURM_LOCALID": "3", "SLURM_TRES_PER_TASK": "cpu:8,gres/gpu:1"}, 0),
+        (1, 2, "4,5", {}, 1),
+    ],
 )
-def test_a_rank_uses_its_own_device_whichever_of_them_it_sees(monkeypatch, local_rank, count, visible, index):
-    platform, used = device_platform(monkeypatch, count, visible)
+def test_a_rank_uses_its_own_device_whichever_of_them_it_sees(monkeypatch, local_rank, count, visible, slurm, index):
+    platform, used = device_platform(monkeypatch, count, visible, slurm)
     platform._use_device(local_rank)
     assert (used, platform.device) == ([torch.device("cuda", index)], torch.device("cuda", index))
 
 
-@pytest.mark.parametrize(("count", "visible"), [(1, ""), (2, "0,1")])
-def test_a_rank_without_a_device_is_refused(monkeypatch, count, visible):
-    platform, _ = device_platform(monkeypatch, count, visible)
-    with pytest.raises(PlatformError, match=f"local rank 2 has no device: its process sees {count}. Start at most"):
+@pytest.mark.parametrize(
+    ("count", "visible", "slurm", "seen"),
+    [
+        (1, "", {}, "all"),
+        (2, "0,1", {}, "CUDA_VISIBLE_DEVICES=0,1"),
+        # Set by the user for all ranks, not by a launcher.
+        (1, "0", {}, "CUDA_VISIBLE_DEVICES=0"),
+        (1, "0", {"SLURM_LOCALID": "2"}, "CUDA_VISIBLE_DEVICES=0"),
+        # Of torchrun in one task.
+        (1, "0", {"SLURM_LOCALID": "0", "SLURM_GPUS_PER_TASK": "1"}, "CUDA_VISIBLE_DEVICES=0"),
+    ],
+)
+def test_a_rank_without_a_device_is_refused(monkeypatch, count, visible, slurm, seen):
+    platform, _ = device_platform(monkeypatch, count, visible, slurm)
+    with pytest.raises(
+        PlatformError, match=re.escape(f"local rank 2 has no device: its process sees {count} ({seen}). Start at most")
+    ):
         platform._use_device(2)
 
 
-def device_platform(monkeypatch, count, visible):
+def device_platform(monkeypatch, count, visible, slurm):
     """Return a platform whose process sees `count` GPUs, and the list of those that it makes current."""
+    for name in ("SLURM_LOCALID", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
     platform, used = TorchPlatform(), []
     platform.device_types = ("cuda", "cpu")
     monkeypatch.delenv("HP_BACKEND", raising=False)

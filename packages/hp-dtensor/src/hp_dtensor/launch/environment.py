@@ -83,22 +83,31 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
 def device_index(local_rank: int, num_devices: int) -> int:
     """Return the index of a rank's device among the `num_devices` that its process sees.
 
-    It is the local rank, or 0 where the launcher shows each rank only its own device (Slurm's `--gpus-per-task=1`).
+    It is the local rank, or 0 where Slurm shows each rank only its own device (`--gpus-per-task=1`).
 
     Raises:
         PlatformError: there is no device for this rank.
     """
     if local_rank < num_devices:
         return local_rank
-    if num_devices == 1 and any(os.environ.get(name) for name in _VISIBLE_DEVICES):
+    if num_devices == 1 and _slurm_gives_own_devices(local_rank):
         return 0
+    visible = [f"{name}={value}" for name in _VISIBLE_DEVICES if (value := os.environ.get(name))]
     raise PlatformError(
-        f"local rank {local_rank} has no device: its process sees {num_devices}. Start at most {num_devices} ranks on "
-        f"this machine, or let the launcher show each rank a device of its own ({', '.join(_VISIBLE_DEVICES)})"
+        f"local rank {local_rank} has no device: its process sees {num_devices} ({', '.join(visible) or 'all'}). Start "
+        f"at most {num_devices} ranks on this machine, or let each see all devices. If another launcher than Slurm "
+        "shows each rank a device of its own, set LOCAL_RANK=0 for all"
     )
 
 
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+
+
+def _slurm_gives_own_devices(local_rank: int) -> bool:
+    # Not by the visible devices alone: a user may have set the same ones for all ranks. Nor by Slurm's variables alone:
+    # ranks that torchrun has started in one task share its devices.
+    per_task = os.environ.get("SLURM_GPUS_PER_TASK") or "gres/" in os.environ.get("SLURM_TRES_PER_TASK", "")
+    return bool(per_task) and os.environ.get("SLURM_LOCALID") == str(local_rank)
 
 
 def _launcher(environ: Mapping[str, str]) -> str | None:
