@@ -90,7 +90,11 @@ def _by_name(positional: int, *names: str) -> Adapt:
     """Return an adapter that passes the arguments after the first `positional` ones by name."""
 
     def adapt(func: Function, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > positional + len(names):
+            raise TypeError(f"expected at most {positional + len(names)} positional arguments, got {len(args)}")
         named = dict(zip(names, args[positional:], strict=False))
+        if twice := sorted(named.keys() & kwargs.keys()):
+            raise TypeError(f"got several values for {', '.join(twice)}")
         return func, args[:positional], {**named, **kwargs}
 
     return adapt

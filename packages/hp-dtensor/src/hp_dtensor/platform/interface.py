@@ -150,7 +150,10 @@ class TensorInterface(ABC):
     def dtype_name(self, dtype: DType) -> str:
         """Return the name in `DTYPE_NAMES` of a framework dtype."""
         # By equality, because the dtypes of some frameworks cannot be dictionary keys.
-        return next(name for name, each in self.dtypes.items() if each == dtype)
+        found = next((name for name, each in self.dtypes.items() if each == dtype), None)
+        if found is None:
+            raise ValueError(f"{dtype} has no counterpart on other platforms; expected one of {', '.join(self.dtypes)}")
+        return found
 
     def dtype_meant(self, value: Any) -> Any:
         """Return the dtype of an argument that denotes one in another form, such as a string, else the argument."""

@@ -109,6 +109,10 @@ def check_operations(name: str | Platform) -> None:
     assert_values(platform, plain, 2 * mine)
     with pytest.raises(MixedOperandsError):
         ops.mul(x, tensor(platform, small_integers("float32", spec.shape, 2)))
+    # As on plain tensors: what does not fit the parameters is not dropped.
+    for given, named in (((True, False, "junk"), {}), ((True,), {"stable": False})):
+        with pytest.raises(TypeError):
+            ops.argsort(x, 1, *given, **named)
 
 
 def check_round_trips(name: str | Platform) -> None:

@@ -35,6 +35,8 @@ def test_dtypes_have_names_and_sizes(hp_platform: Platform, name: str) -> None:
 def test_a_dtype_without_a_name_is_refused(hp_platform: Platform) -> None:
     with pytest.raises(ValueError, match="float33"):
         hp_platform.dtype("float33")
+    with pytest.raises(ValueError, match="float33 has no counterpart"):
+        hp_platform.dtype_name("float33")
 
 
 @every_dtype
