@@ -69,6 +69,10 @@ def _in_a_job_of_one(call):
 PLAIN_CALLS = {
     "torch.autograd.Function.apply": lambda: _gradient(_Double.apply),
     "torch.utils.checkpoint.CheckpointFunction.backward": _reentrant,
+    "torch.utils.checkpoint.CheckpointFunction.forward": _reentrant,
+    "torch.utils.checkpoint._CheckpointFrame.__init__": lambda: _gradient(
+        lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
+    ),
     "torch._functorch.eager_transforms._wrap_for_grad": lambda: torch.func.grad(lambda x: x.sin().sum())(_ones()),
     "torch._functorch.vmap._add_batch_dim": lambda: torch.func.vmap(torch.sum)(_ones()),
     "torch._functorch.eager_transforms._maybe_wrap_functional_tensor": lambda: torch.func.functionalize(torch.sin)(

@@ -22,6 +22,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
+from hp_dtensor.comm.saved_tensors import as_now
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.patch import Patch
 from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
@@ -278,6 +279,31 @@ def _with_full_mask(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return reduced
 
 
+# Recomputation --------------------------------------------------------------------------------------------
+
+
+def _recomputing_as_in_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward of the reentrant checkpoint that recomputes within the context parallelism of now."""
+
+    @functools.wraps(forward)
+    def called(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        outputs = forward(ctx, run_function, *args)
+        ctx.run_function = as_now(run_function)
+        return outputs
+
+    return called
+
+
+def _recomputed_as_in_forward(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an `__init__` of the frame of a non-reentrant checkpoint that does the same."""
+
+    @functools.wraps(init)
+    def initialized(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        init(self, as_now(recompute_fn), *args, **kwargs)
+
+    return initialized
+
+
 # The table ------------------------------------------------------------------------------------------------
 
 
@@ -293,6 +319,8 @@ class Registration:
 
 _BYPASSED = "C++ treats the local shard as the tensor"
 _REFUSED = "refused"
+_OUTSIDE = "recomputes attention outside of `ContextParallel`, over one rank's tokens"
+_AS_IN_FORWARD = "recomputed as in forward, as plain tensors are"
 
 _WRAPS_SHARDS = "treats shards as replicas, or shards them again"
 _REFUSED_PARAMETERS = "parameters that are DTensors are refused"
@@ -325,6 +353,14 @@ PATCHES = (
         "their local data is returned",
         _returning_local_gradients,
     ),
+    # Programs import `checkpoint` by name, so replacing the function would miss them.
+    Patch(
+        "torch.utils.checkpoint.CheckpointFunction.forward",
+        _OUTSIDE,
+        _AS_IN_FORWARD,
+        _recomputing_as_in_forward,
+    ),
+    Patch("torch.utils.checkpoint._CheckpointFrame.__init__", _OUTSIDE, _AS_IN_FORWARD, _recomputed_as_in_forward),
     Patch(
         "torch._functorch.eager_transforms._wrap_for_grad",
         _BYPASSED,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import attention_reference as reference
 import numpy as np
 import pytest
@@ -144,6 +146,58 @@ def test_a_sharding_of_packed_documents_is_set(hp_platform, options, recomputed)
         full = sharding.unshard([each[index] for each in found])
         np.testing.assert_allclose(full, wanted[index], rtol=2e-5, atol=2e-5)
     np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-5, atol=2e-4)
+
+
+class Checkpointed(nn.Module):
+    """A model whose part is under the framework's checkpoint, which recomputes the square after attention too."""
+
+    def __init__(self, part, recompute):
+        super().__init__()
+        self.part, self.recompute_by = part, recompute
+
+    def forward(self, x, positions=None):
+        return self.recompute_by(self._squared, x, positions)
+
+    def _squared(self, x, positions):
+        return self.ops.square(self.part(x, positions))
+
+    @property
+    def projection(self):
+        return self.part.projection
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("cls", [SelfAttention, FrameworksOwn])
+def test_checkpoints_of_the_framework_recompute_as_in_forward(hp_platform, cls, reentrant, packed, monkeypatch):
+    """Backward runs after the module and the block of the sharding have ended."""
+    if hp_platform.name != "torch" and (reentrant or cls is FrameworksOwn):
+        pytest.skip("refused, or not routed")
+    if not hp_platform.recomputes_on_unpack:
+        pytest.skip("MindSpore 2.10 has hooks on saved tensors")
+    if packed and cls is FrameworksOwn:
+        pytest.skip("its attention has no documents")
+    if hp_platform.name == "torch":
+        from torch.utils.checkpoint import checkpoint as recompute
+    else:
+        from mindspore import recompute
+    own = build
+
+    def checkpointed(platform, window=None):
+        with nn.building(platform):
+            return Checkpointed(own(platform, window), functools.partial(recompute, use_reentrant=reentrant))
+
+    positions = PACKED if packed else None
+    monkeypatch.setitem(globals(), "SelfAttention", cls)
+    monkeypatch.setitem(globals(), "build", checkpointed)
+    wanted = run(hp_platform, build(hp_platform), X, positions)
+    style = ContextParallel()
+    found = run_ranks(on_ranks, 2, hp_platform, hp_platform, style, positions, None, False, packed)
+    sharding = style.sharding(LENGTH, 2, positions=positions)
+    for index in (0, 1):
+        full = sharding.unshard([each[index] for each in found])
+        np.testing.assert_allclose(full, wanted[index], rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(sum(each[2] for each in found), wanted[2], rtol=2e-4, atol=2e-3)
 
 
 def test_attention_elsewhere_is_as_before_when_a_part_has_been_computed_again(hp_platform):

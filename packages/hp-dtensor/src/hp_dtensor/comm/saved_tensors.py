@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -169,6 +170,27 @@ def saved_value(compute: Callable[[], T]) -> T:
     """
     record = current_record.get()
     return compute() if record is None or record.is_computing else record.value(compute)
+
+
+def restore_in_recomputation(variable: ContextVar[T], enter: Callable[[T], AbstractContextManager[Any]]) -> None:
+    """Let recomputation run with a variable's value of forward; `enter` sets a value for a block."""
+    _restored.append((variable, enter))
+
+
+_restored: list[tuple[ContextVar[Any], Callable[[Any], AbstractContextManager[Any]]]] = []
+
+
+def as_now(function: Callable[..., T]) -> Callable[..., T]:
+    """Return `function` to be called by recomputation, at any time and in any thread, as it would be called now."""
+    states = [(enter, variable.get()) for variable, enter in _restored]
+
+    def called(*args: Any, **kwargs: Any) -> T:
+        with contextlib.ExitStack() as stack:
+            for enter, value in states:
+                stack.enter_context(enter(value))
+            return function(*args, **kwargs)
+
+    return called
 
 
 def saved_result(kind: str, compute: Callable[[], T]) -> T:

@@ -29,6 +29,7 @@ from hp_dtensor.comm.saved_tensors import (
     SavedReference,
     SavedTensor,
     SavedTensors,
+    as_now,
     current_record,
     saved_result,
     saved_value,
@@ -69,6 +70,7 @@ class CheckpointedCall:
         # Never compiled: backward calls it outside of a compiled function around forward, and both must save the same
         # tensors.
         self._call = platform.uncompiled(lambda local: function(enter(local), *args))
+        self._call_again = as_now(self._call)
         # Records the version of the input: if it were written before backward, recomputation would give other values.
         self._given = SavedTensors(platform, local)
         outer = current_record.get()
@@ -104,7 +106,7 @@ class CheckpointedCall:
         """
         # Backward runs without recording; the recomputation needs its graph's saved tensors.
         with self.platform.enable_grad(), self._precision(), self._record.again(), self._random.again():
-            return self._call(leaf)
+            return self._call_again(leaf)
 
 
 class _Random:

@@ -119,6 +119,12 @@ PATCHES = (
         "sharded Cells are recomputed by `checkpoint`, hooks included",
         gradients.recomputing_sharded,
     ),
+    Patch(
+        "mindspore.common.recompute._RecomputeHandle.__init__",
+        "recomputes attention outside of `ContextParallel`, over one rank's tokens",
+        "recomputed as in forward, as plain tensors are",
+        gradients.recomputed_as_in_forward,
+    ),
     _of_graph("mindspore.graph.api._JitExecutor.compile", gradients.refusing_source),
     _of_graph("mindspore.graph.api._CellGraphExecutor.compile", gradients.refusing_cell),
     _of_graph("mindspore.graph._utils.pijit_context.PIJitCaptureContext.__enter__", gradients.refusing_bytecode),

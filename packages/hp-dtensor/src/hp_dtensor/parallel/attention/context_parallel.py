@@ -26,7 +26,7 @@ import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.saved_tensors import saved_value
+from hp_dtensor.comm.saved_tensors import restore_in_recomputation
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.all_gather import gathering_attention, plan_gather
 from hp_dtensor.parallel.attention.blockwise import Options
@@ -274,7 +274,9 @@ def use_sequence_sharding(sharding: SequenceSharding | None) -> Iterator[None]:
 class ContextParallel(ParallelStyle):
     """A parallel style: every `attention` inside the module works on a sequence sharded over the mesh.
 
-    So does torch's `scaled_dot_product_attention`, with `is_causal` or without a mask.
+    So does torch's `scaled_dot_product_attention`, with `is_causal` or without a mask. Other ways to attend are not
+    found and see one rank's tokens: `torch.ops.aten`, `flex_attention`, kernels of other packages. `checkpoint` and the
+    checkpoints of frameworks recompute as in forward; recomputation by other packages' functions is not found either.
 
     The module, which may be an entire model, is given this rank's shard of tokens, targets and positions (see
     `SequenceSharding.shard`); for packed documents the sharding is set by `use_sequence_sharding`. Rotary embeddings
@@ -286,7 +288,8 @@ class ContextParallel(ParallelStyle):
         method: `"ring"`, `"all_gather"` or `"ulysses"`; see `context_parallel_attention`.
         ulysses_degree: number of ranks that exchange heads; None: all of them for `"ulysses"`, else 1.
         balanced: head and tail chunks, see `SequenceSharding`; None: if the mask is causal.
-        length: tokens of the full sequence; None: ranks exchange their numbers of tokens, once per mask.
+        length: tokens of the full sequence; None: ranks exchange their numbers of tokens, once per mask, and in
+            each call of the framework's own attention, which has none.
         replicated_without_positions: if a mask has no positions, every rank was given the full sequence and attends
             locally, as in text generation, and the framework's own attention always does; False: such a sequence is
             sharded too.
@@ -345,7 +348,7 @@ class ContextParallel(ParallelStyle):
         return SequenceSharding(length=length, ranks=ranks, ulysses_degree=degree, balanced=balanced)
 
     def route(self, device_mesh: DeviceMesh) -> Route:
-        """Return a test whether sequences under a mask are sharded, and the function that replaces `attention` then."""
+        """Return what replaces `attention`, and the framework's own unless that, without positions, is replicated."""
         if device_mesh.ndim != 1:
             raise AttentionError(f"context parallelism: expected a mesh of one dimension, got {device_mesh!r}")
         self.sharding(0, device_mesh.size())  # raises early if the degree does not divide the ranks
@@ -364,15 +367,13 @@ class ContextParallel(ParallelStyle):
         def is_sharded(mask: AttentionMask) -> bool:
             return mask.positions is not None or not self.replicated_without_positions
 
-        return is_sharded, attend
+        return Route(is_sharded, attend, None if self.replicated_without_positions else device_mesh.platform)
 
     def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:
         platform, routes, route = device_mesh.platform, _Routes(), self.route(device_mesh)
-        # The framework's attention has no positions.
-        platforms = () if self.replicated_without_positions else (platform,)
 
         def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            routes.enter(_routed(route, *platforms))
+            routes.enter(_routed(route))
 
         def after(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             routes.leave()
@@ -385,9 +386,7 @@ class ContextParallel(ParallelStyle):
 
     def _sharding_of(self, query: Tensor, mask: AttentionMask, mesh: DeviceMesh) -> SequenceSharding:
         own, group = query.shape[2], mesh.group_along()
-        # Backward may recompute this after the `with` block has ended. `checkpoint` has saved the value then; with
-        # other recomputation (torch's own), or a mask made outside the recomputed function, the mask has cached it.
-        in_use = saved_value(_sharding_in_use.get)
+        in_use = _sharding_in_use.get()
         given: SequenceSharding | None = mask.cached(("sharding", group.ranks), lambda: in_use)
         if mask.positions is None and in_use not in (None, given):
             raise AttentionError(
@@ -423,16 +422,21 @@ class _Routes(threading.local):
 
 
 @contextlib.contextmanager
-def _routed(route: Route, *platforms: Platform) -> Iterator[None]:
-    """Route `attention` within the block, and the own attention of these platforms' frameworks."""
+def _routed(route: Route | None) -> Iterator[None]:
+    """Route `attention` within the block; None: attend locally."""
+    platform = None if route is None else route.platform
     token = routed_attention.set(route)
     try:
-        with contextlib.ExitStack() as stack:
-            for platform in platforms:
-                stack.enter_context(platform.route_attention(_frameworks_attention))
+        # Again in a recomputation inside the same block: torch's own routing is off while `Tensor.backward` runs.
+        with contextlib.nullcontext() if platform is None else platform.route_attention(_frameworks_attention):
             yield
     finally:
         routed_attention.reset(token)
+
+
+# Backward may recompute after forward's block has ended, and on accelerators it does so in a thread of its own.
+restore_in_recomputation(_sharding_in_use, use_sequence_sharding)
+restore_in_recomputation(routed_attention, _routed)
 
 
 @contextlib.contextmanager
@@ -448,8 +452,9 @@ def context_parallel(
     """Shard buffers along the sequence, and attend over the full sequence within the context, as torch's function does.
 
     Every `attention`, and on torch every `scaled_dot_product_attention` with `is_causal` or without a mask, works on
-    the shards. Ranks have head and tail chunks (see `SequenceSharding`); lengths need not be divisible. Call backward
-    inside the context too. Gradients of parameters are this rank's contribution, to be summed over the mesh.
+    the shards; `ContextParallel` lists what is not found. Ranks have head and tail chunks (see `SequenceSharding`);
+    lengths need not be divisible. Call backward inside the context too. Gradients of parameters are this rank's
+    contribution, to be summed over the mesh.
 
     Args:
         mesh: one-dimensional; its ranks share the sequence.
@@ -489,7 +494,7 @@ def context_parallel(
     try:
         for (x, _), shard in zip(given, shards, strict=True):
             platform.set_data(x, shard)
-        with _routed(route, platform):
+        with _routed(route):
             yield
     finally:
         for (x, _), before in zip(given, full, strict=True):

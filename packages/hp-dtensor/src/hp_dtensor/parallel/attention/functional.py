@@ -200,9 +200,22 @@ def _sharding_rule(call: OpCall) -> Factorization:
     return Factorization(inputs, ((("batch",), heads, ("q",), ("out",)),), sizes, limits=unsharded(fixed))
 
 
-Route = tuple[Callable[[AttentionMask], bool], Callable[..., Tensor]]
+class Route(NamedTuple):
+    """The context parallelism that `attention` is part of.
+
+    Attributes:
+        takes: a test of masks.
+        attend: replaces `attention` for these.
+        platform: the platform whose framework's attention is routed too, if any.
+    """
+
+    takes: Callable[[AttentionMask], bool]
+    attend: Callable[..., Tensor]
+    platform: Platform | None
+
+
 routed_attention: ContextVar[Route | None] = ContextVar("hp_dtensor.parallel.attention.route", default=None)
-"""Set inside a `ContextParallel` module: a test of masks, and the function that replaces `attention` for these."""
+"""Set inside a `ContextParallel` module."""
 TILE = 512
 """Maximum queries and keys of a block whose scores are held as a matrix."""
 
@@ -250,8 +263,8 @@ def attention(
     settings = checked_settings(query, key, value, mask, scale, soft_cap, sinks, dropout)
     # Inside a ContextParallel module the tensors are shards, so the module's attention is called instead.
     route = routed_attention.get()
-    if route is not None and route[0](mask):
-        return route[1](query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
+    if route is not None and route.takes(mask):
+        return route.attend(query, key, value, mask=mask, scale=scale, soft_cap=soft_cap, sinks=sinks, dropout=dropout)
     return dispatch_attention(local_attention, query, key, value, settings)
 
 
