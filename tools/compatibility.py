@@ -69,7 +69,8 @@ def run_with(name: str, version: Version) -> Result:
     )
     print(done.stdout[-4000:])
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout[-300:])}
-    if not counts:
+    # Other statuses mean that pytest was interrupted or found nothing, whatever has passed before.
+    if not counts or done.returncode not in (0, 1):
         raise SetupError(f"the tests with {name} {version} did not run (exit status {done.returncode})")
     return Result(name, version, counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0))
 
@@ -102,9 +103,13 @@ def main(arguments: list[str]) -> int:
         print(f"compatibility: {error}", file=sys.stderr)
         return 1
     lines = list(page(results))
-    print("\n".join(lines[6:]) or "nothing is released yet")
+    print("\n".join(lines[7:]) or "nothing is released yet")
     if chosen.write:
-        PAGE.write_text("\n".join(lines) + "\n")
+        # Rows of packages that were not tested now are kept.
+        written = PAGE.read_text().splitlines() if PAGE.is_file() else []
+        tested = tuple(f"| {name} " for name in names)
+        others = [row for row in written[7:] if not row.startswith(tested)]
+        PAGE.write_text("\n".join([*lines[:7], *sorted([*others, *lines[7:]])]) + "\n")
     return 1 if any(result.failed or not result.passed for result in results) else 0
 
 

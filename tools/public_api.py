@@ -29,8 +29,15 @@ HEADER = "# Public names by the version that introduced them. `python tools/publ
 
 
 def public_names(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield each public name of a package and its public folders, with the module that defines it."""
+    """Yield each public name of a package and its public folders, with the module that defines it.
+
+    A module of the folder `integrations` is imported by itself, as each requires another library.
+    """
     found: dict[str, str] = {}
+    for file in sorted(source.glob("integrations/[a-z]*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+                found |= dict.fromkeys(ast.literal_eval(node.value), f"{source.name}.integrations.{file.stem}")
     for file in (source / "__init__.pyi", source / "__init__.py", *sorted(source.glob("[a-z]*/__init__.py"))):
         if file.is_file():
             for name, module in imported_names(file, source.name):
@@ -113,16 +120,16 @@ def _wrapped(names: list[str] | frozenset[str]) -> str:
     return textwrap.indent(textwrap.fill(text, 116, break_long_words=False, break_on_hyphens=False), "    ") + "\n"
 
 
-def listed_names(package: workspace.Package) -> ListedNames:
-    """Return what a package's `api.toml` lists; nothing for platform packages, which export no names."""
-    file = package.folder / "api.toml"
+def listed_names(folder: Path) -> ListedNames:
+    """Return what `api.toml` in the folder of a package lists; nothing for platform packages, which export no names."""
+    file = folder / "api.toml"
     table = tomllib.loads(file.read_text()) if file.is_file() else {}
     since = {name: version for version, names in table.get("since", {}).items() for name in names}
     return ListedNames(since, frozenset(table.get("experimental", ())))
 
 
-def breaking_changes(module: str, old: Path, new: Path) -> list[str]:
-    """Return a line for each change of public names that can break a program.
+def breaking_changes(module: str, old: Path, new: Path) -> list[tuple[str, str]]:
+    """Return each change of a public name that can break a program: the name, and a line.
 
     Args:
         module: import name of the package.
@@ -132,24 +139,34 @@ def breaking_changes(module: str, old: Path, new: Path) -> list[str]:
     import griffe
 
     before, after = (dict(public_names(folder / module)) for folder in (old, new))
-    lines = [f"{name} was removed" for name in sorted(before.keys() - after.keys())]
+    lines = [(name, f"{name} was removed") for name in sorted(before.keys() - after.keys())]
     # A public name itself, or a member of it that is not private. All other objects belong to no program.
     names = "|".join(re.escape(f"{where}.{name}") for name, where in before.items() if name in after)
     public = re.compile(rf"({names})(\.(?!_(?!_))\w+)*")
     loaded = (griffe.load(module, search_paths=[folder], resolve_aliases=False) for folder in (old, new))
     for change in griffe.find_breaking_changes(*loaded):
         path = change.obj.path
-        if public.fullmatch(path):
+        if match := public.fullmatch(path):
             explained = change.explain(griffe.ExplanationStyle.VERBOSE).splitlines()[1:]
-            lines.append(f"{path}: {' '.join(part.strip() for part in explained) or change.kind.value}")
+            line = f"{path}: {' '.join(part.strip() for part in explained) or change.kind.value}"
+            lines.append((match[1].rpartition(".")[2], line))
     return lines
 
 
 def changes_since(package: workspace.Package, tag: str) -> list[str]:
-    """Return the breaking changes of a package since a release, which `tag` names."""
+    """Return the breaking changes of a package since a release, which `tag` names.
+
+    Names that were experimental in the release may change. One that was not, and has become it, is a breaking change.
+    """
     with tempfile.TemporaryDirectory(prefix="hp-api-") as scratch:
         released = workspace.unpack_release(package.name, tag, Path(scratch))
-        return breaking_changes(package.module, released / "src", package.folder / "src")
+        before, now = listed_names(released), listed_names(package.folder)
+        changes = breaking_changes(package.module, released / "src", package.folder / "src")
+    less_stable = (now.experimental & before.since.keys()) - before.experimental
+    return [
+        *(line for name, line in changes if name not in before.experimental),
+        *(f"{name} became experimental" for name in sorted(less_stable)),
+    ]
 
 
 def main(arguments: list[str]) -> int:
@@ -157,7 +174,7 @@ def main(arguments: list[str]) -> int:
     problems = []
     for name, package in workspace.packages().items():
         names = {name for name, _ in public_names(source_folder(package))}
-        listed = listed_names(package)
+        listed = listed_names(package.folder)
         tag = workspace.last_release(name)
         if "--write" in arguments and names:
             listed = listed.updated(names, NEXT if tag else package.version)

@@ -117,14 +117,12 @@ def range_problems(package: workspace.Package, version: Version) -> Iterator[str
 def name_problems(package: workspace.Package) -> Iterator[str]:
     """Yield a line for each breaking change of a public name that the changelog does not announce."""
     names = {name for name, _ in public_names(source_folder(package))}
-    for problem in listed_names(package).problems(names):
+    for problem in listed_names(package.folder).problems(names):
         yield f"packages/{package.name}/api.toml: {problem}"
     tag = workspace.last_release(package.name)
     changes = changes_since(package, tag) if tag else []
-    experimental = listed_names(package).experimental
-    serious = [change for change in changes if not any(re.search(rf"\b{name}\b", change) for name in experimental)]
-    if serious and "breaking" not in fragments(package).values():
-        yield from serious
+    if changes and "breaking" not in fragments(package).values():
+        yield from changes
         yield f"packages/{package.name}/changes has no fragment +WHAT.breaking.md that says what users write instead"
 
 
@@ -211,7 +209,8 @@ def prepare(name: str, step: str, write: bool, scratch: Path) -> Iterator[str]:
     _git("add", "--all", str(package.folder))
     title = f"{name} {version}"
     # The first release of a package may find everything written already.
-    _git("commit", "--quiet", "--allow-empty", "--message", title)
+    # Only the package, whatever else the index contains.
+    _git("commit", "--quiet", "--allow-empty", "--message", title, "--only", "--", str(package.folder))
     _git("tag", "--annotate", copy.tag, "--message", title)
     yield f"committed and tagged: push them by `git push origin HEAD {copy.tag}`"
 

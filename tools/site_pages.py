@@ -102,7 +102,7 @@ def linked_files(page: Path) -> Iterator[Path]:
 def reference_page(package: str) -> str:
     """Return a page with the docstring of each public name of a package, grouped by the chapter that defines it."""
     distribution = workspace.packages()[package.replace("_", "-")]
-    source, listed = source_folder(distribution), listed_names(distribution)
+    source, listed = source_folder(distribution), listed_names(distribution.folder)
     chapters: dict[str, list[str]] = {chapter: [] for chapter in CHAPTERS}
     for name, module_name in public_names(source):
         chapter = ".".join(module_name.split(".")[:2])

@@ -581,7 +581,7 @@ class MoE(nn.Module):
 def _check_selection(
     selection: str, load_balance_coeff: float | None, capacity: Capacity | None, aux_losses: AuxLosses | None
 ) -> None:
-    """Raise if a layer whose selection balances loads is to balance them in another way too."""
+    """Raise if a selection that balances the choices is combined with a bias, losses or a capacity that do so too."""
     losses = [name for name in LOSSES if name != "z" and aux_losses is not None and getattr(aux_losses, name)]
     given = {
         "load_balance_coeff": load_balance_coeff is not None,
@@ -590,7 +590,7 @@ def _check_selection(
     }
     excluded = [name for name, is_given in given.items() if is_given]
     if selection != "top_k" and excluded:
-        raise MoEConfigError(f"selection {selection!r} balances loads by itself and excludes {', '.join(excluded)}")
+        raise MoEConfigError(f"selection {selection!r} cannot be combined with {', '.join(excluded)}: omit them")
 
 
 def _shared_dim(hidden_dim: int, num_shared_experts: int, shared_hidden_dim: int | None, shared_gate: bool) -> int:

@@ -96,10 +96,10 @@ def train_loop(config: Mapping[str, Any]) -> None:
     settings = {**config.get("settings", {}), "run.folder": str(folder)}
     directory = config.get("directory")
     # Ray has changed to a folder of its own.
-    if directory is not None and Path(directory).is_dir():
-        os.chdir(directory)
+    is_here = directory is not None and Path(directory).is_dir()
+    working_folder = contextlib.chdir(directory) if is_here else contextlib.nullcontext()
     overrides = [(path, value if isinstance(value, str) else json.dumps(value)) for path, value in settings.items()]
-    with _launched(), _reported(_Reports(folder)):
+    with working_folder, _launched(), _reported(_Reports(folder)):
         start(config["config"], load(config["config"], overrides), may_continue=True)
 
 
@@ -159,6 +159,9 @@ def _reported(reports: _Reports) -> Iterator[None]:
         life_cycle.cache_clear()
 
 
+_STEPS_UNTIL_CHECKPOINT = 1000
+
+
 class _Reports:
     """Reports metrics and checkpoints to Ray, equally often on every rank: `ray.train.report` waits for all workers."""
 
@@ -170,6 +173,8 @@ class _Reports:
     @hookimpl
     def hp_after_step(self, record: StepRecord) -> None:
         self._metrics[record.step] = {"step": record.step, **step_scalars(record)}
+        # A checkpoint is complete within fewer steps. Runs without checkpoints would accumulate all steps.
+        self._metrics.pop(record.step - _STEPS_UNTIL_CHECKPOINT, None)
         train.report(self._metrics[record.step])
 
     @hookimpl

@@ -64,7 +64,7 @@ class BackgroundTracker(Tracker):
         self._thread: threading.Thread | None = None
         self._started = threading.Event()
         self._failure: BaseException | None = None
-        self._has_warned = False
+        self._was_slow = False
 
     def start(self, run: RunRecord) -> None:
         self._calls, self._failure, self._started = queue.Queue(self.MOST_PENDING), None, threading.Event()
@@ -73,7 +73,7 @@ class BackgroundTracker(Tracker):
         self._thread = threading.Thread(target=self._serve, args=arguments, name=f"tracker {self._name}", daemon=True)
         self._thread.start()
         if not self._started.wait(self.START_SECONDS):
-            self._warn(f"does not answer since {self.START_SECONDS:g} s")
+            self._warn_slow(f"does not answer since {self.START_SECONDS:g} s")
         elif self._failure is not None:
             failure, self._thread = self._failure, None
             advice = "repair it, or leave it out of metrics.trackers"
@@ -92,15 +92,19 @@ class BackgroundTracker(Tracker):
         thread, self._thread = self._thread, None
         if thread is None or not thread.is_alive():
             return
-        # A tracker that has not even started is not waited for again.
+        # A tracker that has not even started is not waited for again. If it does start, it finishes by itself.
         if not self._started.is_set():
+            with contextlib.suppress(queue.Empty, queue.Full):
+                if self._calls.full():
+                    self._calls.get_nowait()
+                self._calls.put_nowait(None)
             return
         deadline = time.monotonic() + self.FINISH_SECONDS
         with contextlib.suppress(queue.Full):
             self._calls.put(None, timeout=self.FINISH_SECONDS)
             thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            self._warn(f"has not taken all metrics within {self.FINISH_SECONDS:g} s")
+            self._warn_slow(f"has not taken all metrics within {self.FINISH_SECONDS:g} s")
 
     def _serve(self, calls: queue.Queue[Callable[[], None] | None], run: RunRecord, started: threading.Event) -> None:
         try:
@@ -127,17 +131,16 @@ class BackgroundTracker(Tracker):
         try:
             self._calls.put_nowait(call)
         except queue.Full:
-            self._warn(f"is behind by {self.MOST_PENDING} records, and further ones are dropped")
+            self._warn_slow(f"is behind by {self.MOST_PENDING} records, and further ones are dropped")
+
+    def _warn_slow(self, what: str) -> None:
+        # Once, since every further step would repeat it.
+        if not self._was_slow:
+            self._was_slow = True
+            self._warn(what)
 
     def _warn(self, what: str) -> None:
-        # Once, since every further step would repeat it.
-        if not self._has_warned:
-            self._has_warned = True
-            print(
-                f"hp-train: tracker {self._name} {what}; training continues, and metrics.jsonl has all metrics",
-                file=sys.stderr,
-                flush=True,
-            )
+        print(f"hp-train: tracker {self._name} {what}; training continues", file=sys.stderr, flush=True)
 
 
 def _first_line(error: BaseException) -> str:
