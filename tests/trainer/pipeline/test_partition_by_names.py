@@ -229,6 +229,53 @@ def test_a_tensor_that_occurs_twice_is_refused(hp_platform):
         pipeline(built(hp_platform), (x, x), split_spec=END)
 
 
+def test_divided_modules_with_hooks_are_refused(hp_platform):
+    """The stages would not call them; those of a submodule that is kept are called."""
+    model, (x, shift, _) = built(hp_platform), batch(hp_platform, 0)
+    layer = hp_platform.add_forward_pre_hook(
+        model.inner.layers[0], lambda _, args, kwargs: ((hp_platform.ops.mul(args[0], 3.0), args[1]), kwargs)
+    )
+    expected = hp_platform.to_numpy(hp_platform.detach(model(x, shift)["logits"]))
+    pipe = pipeline(model, (x, shift), split_spec=END)
+    found = pipe.get_stage_module(1)(*pipe.get_stage_module(0)(x, shift))["logits"]
+    np.testing.assert_array_equal(hp_platform.to_numpy(hp_platform.detach(found)), expected)
+    layer.remove()
+    for module, named in ((model, "the module"), (model.inner, "inner"), (model.inner.layers, "inner.layers")):
+        for add in (hp_platform.add_forward_pre_hook, hp_platform.add_forward_hook):
+            hook = add(module, lambda *_: None)
+            with pytest.raises(PipelineError, match=f"{named} is divided into stages and has hooks"):
+                pipeline(model, (x, shift), split_spec=END)
+            hook.remove()
+
+
+def test_stages_of_a_split_in_eval_mode_do_not_train(hp_platform):
+    model, (x, shift, _) = built(hp_platform), batch(hp_platform, 0)
+    model.training = False
+    stage = pipeline(model, (x, shift), split_spec=END).get_stage_module(0)
+    assert not stage.training
+    assert len(stage(x, shift)) == 2
+    stage.training = True
+    with pytest.raises(PipelineError, match="expected eval mode, in which the module was split"):
+        stage(x, shift)
+
+
+def test_functions_that_return_their_argument_are_refused(hp_platform):
+    """On torch the identity shows only in the call; elsewhere the docstring says that it is lost."""
+    if hp_platform.name != "torch":
+        pytest.skip("only torch lets function calls be watched")
+    from torch.nn import functional
+
+    x, shift, _ = batch(hp_platform, 0)
+    for between, name in [
+        (lambda y: functional.dropout(y, 0.5, False), "torch.nn.functional.dropout"),
+        (lambda y: y.float(), "torch.Tensor.float"),
+        (lambda y: y.to(y.dtype), "torch.Tensor.to"),
+    ]:
+        model = built(hp_platform, Model, lambda m, y, s, between=between: m.inner(between(y), s))
+        with pytest.raises(PipelineError, match=f"{name} is called on the output of first, and returns its argument"):
+            pipeline(model, (x, shift), split_spec=END)
+
+
 def test_the_first_stage_is_called_as_the_example(hp_platform):
     model = built(hp_platform)
     x, shift, _ = batch(hp_platform, 0)

@@ -374,6 +374,10 @@ class MindSporePlatform(MindSporeBase):
         always = {"always_call": True} if always_call and _CALLS_ALWAYS else {}
         return module_.register_forward_hook(hook, prepend=prepend, with_kwargs=True, **always)
 
+    def has_hooks(self, module_: nn.Cell) -> bool:
+        kinds = ("forward_pre", "forward", "backward_pre", "backward")
+        return any(getattr(module_, f"_{kind}_hook") for kind in kinds)
+
     # Randomness, time and memory -------------------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> None:

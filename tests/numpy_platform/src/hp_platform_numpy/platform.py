@@ -173,6 +173,9 @@ class NumpyPlatform(SocketProcesses, Platform):
     ) -> Removable:
         return module.Handle(module_.post_hooks, hook, prepend, always_call)
 
+    def has_hooks(self, module_: module.Module) -> bool:
+        return bool(module_.pre_hooks or module_.post_hooks)
+
     # Randomness ------------------------------------------------------------------------------------------
 
     def manual_seed(self, seed: int) -> None:

@@ -12,6 +12,7 @@ it in both platforms; and add a test to `hp_dtensor/testing/conformance`. This f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import resource
@@ -465,6 +466,17 @@ class ModuleInterface(ABC):
         Args:
             always_call: also call it after a forward that raised. `output` has no meaning then.
         """
+
+    @abstractmethod
+    def has_hooks(self, module: Module) -> bool:
+        """Return whether a call of `module` itself calls hooks, of its forward or its backward."""
+
+    def watch_functions(self, note: Callable[[str, Any], None]) -> AbstractContextManager[Any]:
+        """Call `note(name, result)` after each of the framework's functions in the context, in this thread.
+
+        Methods of tensors are functions too; those that a function calls need not be noted. By default none are.
+        """
+        return contextlib.nullcontext()
 
 
 Module: TypeAlias = Any

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -309,6 +309,12 @@ def pipeline(
     A stage refuses arguments and outputs of submodules that differ from the example in more than their tensors: in
     None, flags, strings or numbers. Random numbers are consumed, and buffers that a forward updates are changed.
 
+    A split divides the modules that contain it. Of their forwards only the calls of submodules are kept: branches that
+    depend on something else are those of the example, and contexts around submodules, such as autocast, are lost. Apply
+    parallel styles, sharding and other hooks to the stages instead. After a split in eval mode, stages refuse to train.
+    On torch, a function between submodules that returns its argument in the example, as a cast may, is refused;
+    elsewhere it is lost.
+
     Args:
         module: the full module, equal on all ranks.
         mb_args: positional arguments of a micro-batch.
@@ -318,8 +324,8 @@ def pipeline(
 
     Raises:
         PipelineError: the submodules are no chain (the message names the first that is not), or get a tensor that the
-            example or an output has twice; a name is unknown, a stage would be empty, or a parameter is in no stage or
-            in several.
+            example or an output has twice; a divided module has hooks, a name is unknown, a stage would be empty, or a
+            parameter is in no stage or in several.
 
     Examples:
         >>> class Model(nn.Module):
@@ -348,7 +354,9 @@ def pipeline(
     modules = dict(chosen.named_modules(module))
     _check_split_spec(split_spec, modules)
     args, kwargs = tuple(mb_args), dict(mb_kwargs or {})
-    chain, result = _chain_of(chosen, module, modules, split_spec, args, kwargs)
+    divided = {""} | {name[:end] for name in split_spec for end, letter in enumerate(name) if letter == "."}
+    _check_hooks(chosen, {path: modules[path] for path in sorted(divided)})
+    chain, result = _chain_of(chosen, module, modules, divided, args, kwargs)
     paths = list(chain.calls)
     bounds = [0, *_splits(paths, split_spec), len(paths)]
     with nn.building(chosen):
@@ -359,6 +367,8 @@ def pipeline(
                 outputs=[chain.outputs[path] for path in paths[start:stop]],
                 arguments=_Example(chosen, _named(args, kwargs)) if start == 0 else None,
                 result=result if stop == len(paths) else None,
+                training=module.training,
+                trains=all(modules[path].training for path in divided),
             )
             for start, stop in itertools.pairwise(bounds)
         ]
@@ -381,7 +391,7 @@ def _chain_of(
     platform: Platform,
     module: Module,
     modules: Mapping[str, Module],
-    split_spec: Mapping[str, Any],
+    divided: Collection[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[_Chain, Any]:
@@ -389,13 +399,12 @@ def _chain_of(
 
     The submodules are the outermost ones that no split divides.
     """
-    divided = {""} | {name[:end] for name in split_spec for end, letter in enumerate(name) if letter == "."}
     chain, hooks = _Chain(platform, args, kwargs), []
     try:
         for path, each in modules.items():
             if path not in divided:
                 hooks += chain.hook(path, each)
-        with platform.no_grad():
+        with platform.no_grad(), platform.watch_functions(chain.note):
             output = module(*args, **kwargs)
     finally:
         for hook in hooks:
@@ -525,9 +534,27 @@ class _Chain:
                 self._hold(output)
 
         return [
-            self._platform.add_forward_pre_hook(module, before),
+            # First, and the other last: the submodule's own hooks are part of it.
+            self._platform.add_forward_pre_hook(module, before, prepend=True),
             self._platform.add_forward_hook(module, after),
         ]
+
+    def note(self, name: str, result: Any) -> None:
+        """Refuse a function between submodules that returns its argument: nobody could tell that it was called.
+
+        Functions that return something new, or write in place, are found when a submodule gets the result.
+        """
+        if self._running is not None:
+            return
+        for x in flattened(result)[0]:
+            if isinstance(x, self._platform.Tensor) and any(
+                held is x and version == self._version(x)
+                for held, version in zip(self._held, self._versions, strict=True)
+            ):
+                raise PipelineError(
+                    f"pipeline: {name} is called on {self._last}, and returns its argument in the example. It may not "
+                    "always do so, and stages do not call it; move the call into a submodule"
+                )
 
     def refer(self, who: str, verb: str, tree: Any) -> Any:
         """Return a tree with a `_Value` for each value of the last output.
@@ -569,6 +596,15 @@ class _Chain:
         return self._platform.version(local_of(self._platform, x)) if isinstance(x, self._platform.Tensor) else 0
 
 
+def _check_hooks(platform: Platform, divided: Mapping[str, Module]) -> None:
+    for path, module in divided.items():
+        if platform.has_hooks(module):
+            raise PipelineError(
+                f"pipeline: {path or 'the module'} is divided into stages and has hooks, such as those of a parallel "
+                "style or of sharding, which stages do not call; apply them to the stages after the split"
+            )
+
+
 def _splits(paths: Sequence[str], split_spec: Mapping[str, Any]) -> list[int]:
     """Return the positions in the chain at which stages begin, but for the first."""
     found = set()
@@ -605,6 +641,8 @@ class _ChainStage(nn.Module):
         outputs: what each returned in the example.
         arguments: those of the example, for the first stage.
         result: the full module's result, likewise; None: what the last submodule returns.
+        training: the full module's flag.
+        trains: the example ran in training mode.
     """
 
     def __init__(
@@ -614,8 +652,11 @@ class _ChainStage(nn.Module):
         outputs: Sequence[_Example],
         arguments: _Example | None,
         result: Any,
+        training: bool,
+        trains: bool,
     ) -> None:
         super().__init__()
+        self.training, self._trains = training, trains
         self._calls, self._arguments, self._result = list(zip(modules, calls, outputs, strict=True)), arguments, result
         holders: dict[str, Any] = {"": self}
         for path, module in modules.items():
@@ -630,6 +671,11 @@ class _ChainStage(nn.Module):
             setattr(holders[holder], name, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and not self._trains:
+            raise PipelineError(
+                "stage of pipeline(): expected eval mode, in which the module was split, got training mode, in which "
+                "its forward may differ; split it in training mode, and set the mode of the stages as you need"
+            )
         # Later stages on the rank of the first one get its keyword arguments too.
         values = flattened(args)[0] if self._arguments is None else self._arguments.values(_named(args, kwargs))
         output = None

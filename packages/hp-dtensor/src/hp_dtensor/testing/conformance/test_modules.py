@@ -187,6 +187,16 @@ def test_a_hook_may_be_called_after_a_forward_that_raises(building: Platform, pl
     assert called == (["usual"] if place == "after" else []) + ["always"]
 
 
+def test_hooks_are_found(building: Platform) -> None:
+    block = Block(2)
+    for add in (building.add_forward_pre_hook, building.add_forward_hook):
+        assert not building.has_hooks(block)
+        hook = add(block, lambda *_: None)
+        assert building.has_hooks(block)
+        hook.remove()
+    assert not building.has_hooks(block)
+
+
 def test_hooks_see_positional_arguments(building: Platform) -> None:
     block = Block(2)
     _fill(building, block)
