@@ -245,6 +245,26 @@ def test_layers_of_torch_attend_to_the_full_sequence(hp_platform, is_training):
         torch.testing.assert_close(sum(grads), grad, rtol=2e-5, atol=2e-4)
 
 
+def test_heads_are_shared_only_where_torch_shares_them(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("attention of hp_dtensor alone is routed here")
+    import torch
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    q, k = torch.ones(1, 4, 4, 8), torch.ones(1, 2, 4, 8)
+
+    def program():
+        with context_parallel(init_device_mesh("cpu", (2,))):
+            with pytest.raises(AttentionError, match="pass enable_gqa=True"):
+                sdpa(q, k, k)
+            return sdpa(q, k, k, enable_gqa=True).shape, sdpa(q, k[:, :1], k[:, :1]).shape
+
+    assert run_ranks(program, 2, hp_platform) == [(q.shape, q.shape)] * 2
+    assert sdpa(q, k[:, :1], k[:, :1]).shape == q.shape
+    with pytest.raises(RuntimeError):
+        sdpa(q, k, k)
+
+
 def test_masks_and_dropout_of_the_frameworks_attention_are_refused(hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("attention of hp_dtensor alone is routed here")

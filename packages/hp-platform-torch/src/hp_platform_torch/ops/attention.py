@@ -64,6 +64,12 @@ class RoutedAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Any:
+        # Attention of hp_dtensor always shares key-value heads, torch's only a single one (by broadcasting).
+        if not enable_gqa and query.dim() == key.dim() == 4 and key.shape[1] not in (1, query.shape[1]):
+            raise AttentionError(
+                f"scaled_dot_product_attention: expected equally many heads, got queries {list(query.shape)} and keys "
+                f"{list(key.shape)}; pass enable_gqa=True to share key-value heads"
+            )
         return self._function(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
 
