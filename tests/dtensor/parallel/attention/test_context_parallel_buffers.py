@@ -265,6 +265,25 @@ def test_heads_are_shared_only_where_torch_shares_them(hp_platform):
         sdpa(q, k, k)
 
 
+def test_other_names_of_torchs_attention_are_routed(hp_platform):
+    if hp_platform.name != "torch":
+        pytest.skip("attention of hp_dtensor alone is routed here")
+    import torch
+
+    q = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+    named = torch.ops.aten.scaled_dot_product_attention
+
+    def program():
+        mesh = init_device_mesh("cpu", (2,))
+        own = SequenceSharding(length=4, ranks=2).shard(q, mesh.get_local_rank(), 2, hp_platform)
+        with context_parallel(mesh):
+            return named(own, own, own, is_causal=True), named.default(own, own, own, is_causal=True)
+
+    for found in zip(*run_ranks(program, 2, hp_platform), strict=True):
+        full = SequenceSharding(length=4, ranks=2).unshard(list(found), 2, hp_platform)
+        torch.testing.assert_close(full, named(q, q, q, is_causal=True))
+
+
 def test_masks_and_dropout_of_the_frameworks_attention_are_refused(hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("attention of hp_dtensor alone is routed here")

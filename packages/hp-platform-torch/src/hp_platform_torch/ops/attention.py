@@ -21,6 +21,10 @@ from hp_dtensor.platform.attention import GAMMA, LOWEST, MIX_1, MIX_2, TINY, Blo
 Tensor = torch.Tensor
 
 
+_aten = torch.ops.aten.scaled_dot_product_attention
+_ROUTED = (F.scaled_dot_product_attention, _aten, _aten.default)
+
+
 class RoutedAttention(TorchFunctionMode):
     """`Platform.route_attention`: calls of `scaled_dot_product_attention` within the context, of this thread only.
 
@@ -33,7 +37,7 @@ class RoutedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if any(func is each for each in _ROUTED):
             result = self._call(*args, **kwargs)
             if result is not NotImplemented:
                 return result

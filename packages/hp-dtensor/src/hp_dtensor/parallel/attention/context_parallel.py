@@ -275,8 +275,9 @@ class ContextParallel(ParallelStyle):
     """A parallel style: every `attention` inside the module works on a sequence sharded over the mesh.
 
     So does torch's `scaled_dot_product_attention`, with `is_causal` or without a mask. Other ways to attend are not
-    found and see one rank's tokens: `torch.ops.aten`, `flex_attention`, kernels of other packages. `checkpoint` and the
-    checkpoints of frameworks recompute as in forward; recomputation by other packages' functions is not found either.
+    found and see one rank's tokens: `flex_attention`, fused operations of `torch.ops.aten`, kernels of other packages.
+    `checkpoint` and the checkpoints of frameworks recompute as in forward; recomputation by other packages' functions
+    is not found either.
 
     The module, which may be an entire model, is given this rank's shard of tokens, targets and positions (see
     `SequenceSharding.shard`); for packed documents the sharding is set by `use_sequence_sharding`. Rotary embeddings
