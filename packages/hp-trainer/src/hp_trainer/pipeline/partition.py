@@ -446,7 +446,8 @@ class _Example:
     """
 
     def __init__(self, platform: Platform, named: Mapping[str, Any]) -> None:
-        self._platform = platform
+        # Not the platform itself, which cannot be copied with a stage.
+        self._tensor_type = platform.Tensor
         self._fixed = {path: self._without_tensors(leaf) for path, leaf in self._found(named)}
 
     def values(self, named: Mapping[str, Any], ordered: bool = False) -> list[Any]:
@@ -461,7 +462,7 @@ class _Example:
         found = dict(self._found(named))
         fixed = {path: self._without_tensors(leaf) for path, leaf in found.items()}
         for path in [*self._fixed, *fixed]:
-            old, new = self._fixed.get(path, _NOTHING), fixed.get(path, _NOTHING)
+            old, new = self._fixed.get(path, _Mark.NOTHING), fixed.get(path, _Mark.NOTHING)
             if old is not new and (type(old) is not type(new) or old != new):
                 raise PipelineError(
                     f"stage of pipeline(): {path}: expected {old!r}, as in the example, got {new!r}; forward may "
@@ -476,8 +477,8 @@ class _Example:
         return itertools.chain.from_iterable(_leaves(tree, name) for name, tree in named.items())
 
     def _without_tensors(self, tree: Any) -> Any:
-        if isinstance(tree, self._platform.Tensor):
-            return _TENSOR
+        if isinstance(tree, self._tensor_type):
+            return _Mark.TENSOR
         # A dataclass is a leaf, with any tree in it.
         if dataclasses.is_dataclass(tree):
             leaves = itertools.chain.from_iterable(_leaves(x, name) for name, x in (fields_of(tree) or {}).items())
@@ -485,15 +486,13 @@ class _Example:
         return tree
 
 
-class _Mark:
-    def __init__(self, text: str) -> None:
-        self._text = text
+# An Enum: a copied or pickled stage must still find its members equal to these.
+class _Mark(Enum):
+    TENSOR = "a tensor"
+    NOTHING = "nothing"
 
     def __repr__(self) -> str:
-        return self._text
-
-
-_TENSOR, _NOTHING = _Mark("a tensor"), _Mark("nothing")
+        return str(self.value)
 
 
 def _filled(template: Any, values: Sequence[Any]) -> Any:
@@ -580,7 +579,7 @@ class _Chain:
         if index is not None and self._versions[index] == self._version(x):
             return _Value(index)
         kind = "a tensor" if isinstance(x, self._platform.Tensor) else f"{type(x).__name__} {x!r}"
-        problem = f"{kind} that is not of {self._last}"
+        problem = f"{kind} that is not of {self._last}" if not is_number else f"{kind}, which may depend on the example"
         if index is not None:
             problem = f"{self._last} after it was written in place"
         raise PipelineError(
