@@ -198,7 +198,10 @@ def test_steps_in_a_layout_equal_one_rank(torch_or, layout, recompute, name):
     ("options", "message"),
     [
         ({"selection": "sinkhorn", "load_balance_coeff": 0.1}, "'sinkhorn' cannot be combined with load_balance_coeff"),
-        ({"selection": "sinkhorn", "aux_losses": AuxLosses(sequence=0.1)}, "cannot be combined with aux_losses of sequence"),
+        (
+            {"selection": "sinkhorn", "aux_losses": AuxLosses(sequence=0.1)},
+            "cannot be combined with aux_losses of sequence",
+        ),
         ({"selection": "expert_choice", "capacity": Capacity(1.0)}, "'expert_choice' cannot be combined with capacity"),
         ({"selection": "expert_choice", "route_norm": True}, "'expert_choice' excludes route_norm"),
         ({"selection": "expert_choice", "score_func": "softmax_of_top_k"}, "excludes score_func 'softmax_of_top_k'"),

@@ -331,7 +331,7 @@ def test_only_tensors_may_differ_from_the_example(hp_platform):
     for name, value in [("mask", x), ("flag", False), ("flag", 1), ("name", "minus"), ("n", 3), ("parts", None)]:
         with pytest.raises(PipelineError, match=f"argument '{name}.*as in the example, got "):
             first(x, **{**options, name: value})
-    copied, wanted = (hp_platform.detach(each(x, **options)["x"]) for each in (copy.deepcopy(first), first))
+    copied, wanted = (hp_platform.detach(each(x, **options)) for each in (copy.deepcopy(first), first))
     np.testing.assert_array_equal(hp_platform.to_numpy(copied), hp_platform.to_numpy(wanted))
     # Of a submodule, the next one would get None still.
     model.a.extra = x
