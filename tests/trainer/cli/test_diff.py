@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hugging_face_models import write_model
 from injected_faults import RECORDED
 from training_runs import CONFIG, Lab, train_rank
 
-from hp_dtensor.debug import Recording
+from hp_dtensor.debug import Digest, Event, Recording
+from hp_dtensor.debug.digest import LENGTH
 from hp_dtensor.testing import run_ranks
 from hp_trainer.cli import diff, main
 from hp_trainer.config import load_config
-from hp_trainer.exceptions import TrainingError
 from hp_trainer.plugins import registries
 from hp_trainer.run import create_run
 
@@ -119,8 +120,32 @@ def test_transformers_needs_the_same_model_on_the_other_side(config: str, capsys
 def test_missing_sources_and_failing_runs_are_told(config: str, capsys: Any, tmp_path: Path) -> None:
     assert main(["diff", "missing.yaml"]) == 2
     assert "missing.yaml does not exist" in capsys.readouterr().err
-    with pytest.raises(TrainingError, match="is no interpreter"):
-        diff.Side(Path(config), (), "/no/python").record(tmp_path / "x", 1)
+    # Not the code of a difference.
+    assert main(["diff", config, "--steps=1", "--b.python=/no/python", "--a.python=/no/python"]) == 2
+    assert "/no/python is no interpreter" in capsys.readouterr().err
+
+
+def test_two_files_without_growth_are_refused(capsys: Any, tmp_path: Path) -> None:
+    event = Event("forward", "head", "float32", Digest((1,), np.ones(LENGTH)))
+    Recording({"dtypes": ["float32"]}, {1: [event]}).save(tmp_path / "a.gz")
+    assert main(["diff", str(tmp_path / "a.gz"), str(tmp_path / "a.gz")]) == 2
+    assert "neither recording knows how rounding grows" in capsys.readouterr().err
+
+
+def test_transformers_gets_settings_for_both_sides_once(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diff, "reference_names", lambda *args: {})
+    pytest.importorskip("transformers")
+    write_model(tmp_path / "model", "llama", vocab_size=256)
+    path = tmp_path / "run.yaml"
+    training = "{steps: 4, global_batch_size: 4, sequence_length: 10}"
+    path.write_text(f"model: {{from: {tmp_path / 'model'}}}\ndata: {{path: {lab.text}}}\ntraining: {training}\n")
+    overrides = [("parallel.tp", "2"), ("parallel.etp", "1"), ("training.recompute", "full"), ("b.training.seed", "3")]
+    ours, theirs = (diff._side(s, overrides, x) for s, x in ((str(path), "a"), (f"hf:{tmp_path / 'model'}", "b")))
+    side, _ = theirs.of_transformers(ours, tmp_path)
+    # The layout and the recomputation are for the decoder only.
+    assert side.overrides == (("training.seed", "3"),)
 
 
 @pytest.mark.real_ranks

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from training_runs import Lab
 
-from hp_dtensor.debug import Comparison, Recording, compare, measure_growth
+from hp_dtensor.debug import Comparison, Recording, measure_growth
 from hp_dtensor.testing import run_ranks
 from hp_trainer.run import RunFolder
 from hp_trainer.training import Trainer
@@ -59,10 +59,6 @@ def reference(lab: Lab, name: str, **settings: Any) -> Recording:
     """Record a run without fault, with the growth of rounding."""
     perturbed = record(lab, f"{name}-perturbed", training__perturb_weights=2.0**-24, **settings)
     return measure_growth(record(lab, name, **settings), perturbed)
-
-
-def find(lab: Lab, name: str, fault: Fault, expected: Recording) -> Comparison:
-    return compare(expected, record(lab, name, fault))
 
 
 def is_placed(fault: Fault, found: Comparison) -> bool:

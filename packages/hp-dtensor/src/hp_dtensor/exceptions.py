@@ -116,6 +116,6 @@ class LaunchError(HPError, RuntimeError):
 
 
 class RecordingError(HPError, ValueError):
-    """Digests that ranks recorded of different tensors, or a file of digests that cannot be read or compared."""
+    """Digests that cannot be recorded, read or compared, such as those that ranks recorded of different tensors."""
 
     needs_traceback = False

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hp_dtensor.debug.digest import SQUARES, Digest
-from hp_dtensor.debug.kinds import Kind, Pair, kind_of
-from hp_dtensor.debug.recording import Event, Recording
+import numpy as np
+
+from hp_dtensor.debug.digest import LENGTH, norm_of, subtract
+from hp_dtensor.debug.kinds import MISSING, Kind, Pair, kind_of
+from hp_dtensor.debug.recording import PASSES, Event, Recording
 from hp_dtensor.exceptions import RecordingError
 
 # A rounding to nearest changes a number by at most this fraction of it.
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
-# Between two recorded tensors each side rounds some ten times, and growth is estimated from a few projections, with an
-# error of up to a factor of three.
+# Chosen, not derived: between two recorded tensors each side rounds some ten times, and growth is estimated from a few
+# projections of one perturbation, with an error of up to a factor of three.
 ROUNDINGS = 32
+# Rounding that explains half of a tensor explains a lost one too, nearly: such a tensor is not checked.
+_VACUOUS = 0.5
+# Order of the compared tensors of a step.
+_ORDER = (*PASSES, "update")
 # Relative differences of float64 sums in another order.
 _EXACT = 1e-12
 
-Verdict = Literal["equal", "within rounding", "different"]
+Verdict = Literal["equal", "equal where compared", "within rounding", "different", "not comparable"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class Difference:
         """Whether rounding explains the difference."""
         return self.relative <= self.tolerance
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the tolerance is small enough to tell rounding from a lost tensor."""
+        return self.tolerance <= _VACUOUS or self.relative <= _EXACT or not self.is_explained
+
     def __str__(self) -> str:
         return f"step {self.step}, {described(self.pass_, self.name)}"
 
@@ -59,12 +69,14 @@ class Comparison:
     """The result of `compare`.
 
     Attributes:
-        verdict: "equal", "within rounding" or "different".
+        verdict: "equal"; "equal where compared" if a side has tensors that the other one lacks, or that were not
+            recorded; "within rounding"; "different"; "not comparable" if neither side is finite from `first` on.
         first: the first difference that rounding does not explain.
-        kind: what kind of difference it is.
+        kind: what kind of difference it likely is.
         differences: all compared tensors, in order.
         notes: what could not be compared, and why.
         about: facts of A and of B.
+        not_compared: number of tensors that only one side has, or that a side did not record.
     """
 
     verdict: Verdict
@@ -73,25 +85,39 @@ class Comparison:
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
     about: tuple[Mapping[str, Any], Mapping[str, Any]]
+    not_compared: int = 0
+
+    @property
+    def not_checked(self) -> tuple[Difference, ...]:
+        """Tensors of which rounding may explain everything, which may therefore be wrong."""
+        return tuple(each for each in self.differences if not each.is_checked)
 
     def __str__(self) -> str:
         lines = [f"{side}: {_describe(about)}" for side, about in zip("AB", self.about, strict=True)]
         checked = self.differences if self.first is None else self.differences[: self.differences.index(self.first)]
         steps = len({each.step for each in checked if each.step})
         if self.first is None:
-            lines.append(f"{self.verdict}: {len(checked)} tensors of {steps} steps")
+            number, of = len(checked) - len(self.not_checked), len(checked) + self.not_compared
+            total = f"{number} of {of}" if self.not_compared else f"{number}"
+            unchecked = f", {len(self.not_checked)} not checked" if self.not_checked else ""
+            lines.append(f"{self.verdict}: {total} tensors of {steps} steps{unchecked}")
+        elif self.verdict == "not comparable":
+            lines.append(f"not comparable: A and B are not finite from {self.first} on")
         else:
             assert self.kind is not None
             lines += [
                 f"different from {self.first} on",
                 f"  by      {self.first.relative:.2g} of its norm; rounding explains {self.first.tolerance:.1g}",
                 f"  kind    {self.kind.name}",
-                f"  cause   {self.kind.cause}",
+                f"  likely  {self.kind.cause}",
             ]
+        if self.first is not None and self.kind is not None:
             if self.first.after is not None:
                 lines.append(f"  module  computed by the backward of what follows it; last equal: {self.first.after}")
             lines += [f"  where   {text}" for text in self.kind.where]
-            lines.append(f"  before  {len(checked)} tensors are equal or within rounding")
+            vacuous = sum(not each.is_checked for each in checked)
+            known = f", {vacuous} of them not checked" if vacuous else ""
+            lines.append(f"  before  {len(checked)} tensors are equal or within rounding{known}")
         if checked:
             worst = max(checked, key=lambda each: each.relative / max(each.tolerance, _EXACT))
             lines.append(f"  nearest to the limit: {worst}: {worst.relative:.1e} of {worst.tolerance:.1e}")
@@ -131,7 +157,8 @@ def compare(a: Recording, b: Recording) -> Comparison:
     """Compare two recordings of the same steps from the same weights.
 
     A difference is explained by rounding up to `ROUNDINGS` times the larger of the rounding unit of the coarsest dtype
-    of both sides, and the growth that `measure_growth` has found for the tensor.
+    of both sides, and the growth that `measure_growth` has found for the tensor. A weight that both sides have and of
+    which one has no gradient differs, unless the other gradient is zero.
 
     Raises:
         RecordingError: they have no step or no tensor in common, or neither has a measured growth.
@@ -145,13 +172,21 @@ def compare(a: Recording, b: Recording) -> Comparison:
     unit = max(UNITS.get(name, 0.0) for side in (a, b) for name in side.about.get("dtypes", ("float32",)))
     notes = list(_missing(a, b))
     found: list[Difference] = []
+    unmeasured: list[tuple[int, str, str]] = []
+    not_compared = len({name for side in (a, b) for name in side.about.get("unplaced", ())})
+    not_compared += sum(len({**a.steps, **b.steps}[step]) for step in a.steps.keys() ^ b.steps.keys())
     of_weights = [_weights(a), _weights(b)]
     for step, of_a, of_b in _common(a, b):
         before: str | None = None
         previous = {name: (dict(of(step - 1))) for name, of in (("a", _lookup(a)), ("b", _lookup(b)))}
-        for key, event in of_a.items():
+        _add_missing_gradients(of_a, of_b)
+        _add_missing_gradients(of_b, of_a)
+        not_compared += len(of_a.keys() ^ of_b.keys())
+        for key in sorted(of_a, key=lambda key: _ORDER.index(key[0])):
+            event = of_a[key]
             if key not in of_b:
                 continue
+            unmeasured += [(step, *key)] if step and (step, *key) not in growth else []
             weights = [updated(step).get(key[1]) if key[0] == "update" else None for updated in of_weights]
             pair = Pair(event, of_b[key], previous["a"].get(key), previous["b"].get(key), unit, *weights)
             # Weights before the first step must be equal; their updates are compared later.
@@ -162,14 +197,39 @@ def compare(a: Recording, b: Recording) -> Comparison:
             before = key[1] if relative <= limit and key[0] == "backward" else before
     if not found:
         raise RecordingError(f"the recordings have no tensor of the same step in common; {'; '.join(notes)}")
-    first = next((each for each in found if not each.is_explained), None)
-    about = (a.about, b.about)
-    if first is not None:
-        return Comparison(
-            "different", first, kind_of(first.pair, *about, first.step), tuple(found), tuple(notes), about
+    if unmeasured:
+        notes.append(
+            f"growth of rounding is not known of {len(unmeasured)} tensors, for which {ROUNDINGS} roundings are "
+            f"allowed: {_some([f'step {at}, {described(*key)}' for at, *key in unmeasured])}"
         )
-    verdict: Verdict = "equal" if all(each.relative <= _EXACT for each in found) else "within rounding"
-    return Comparison(verdict, None, None, tuple(found), tuple(notes), about)
+    vacuous = [str(each) for each in found if not each.is_checked]
+    if vacuous:
+        notes.append(f"not checked, since rounding explains more than {_VACUOUS:g} of their norm: {_some(vacuous)}")
+    first = next((each for each in found if not each.is_explained), None)
+    kind, verdict = None, _verdict(first, found, not_compared)
+    if first is not None:
+        kind = kind_of(first.pair, a.about, b.about, first.step)
+    return Comparison(verdict, first, kind, tuple(found), tuple(notes), (a.about, b.about), not_compared)
+
+
+def _verdict(first: Difference | None, found: Sequence[Difference], not_compared: int) -> Verdict:
+    if first is not None:
+        return "different" if first.pair.is_comparable else "not comparable"
+    if all(each.relative <= _EXACT for each in found):
+        return "equal where compared" if not_compared else "equal"
+    return "within rounding"
+
+
+def _add_missing_gradients(mine: dict[Any, Event], other: dict[Any, Event]) -> None:
+    """Add zero for each gradient that only the other side has of a weight whose update this side has."""
+    for (pass_, name), event in other.items():
+        if pass_ == "gradient" and (pass_, name) not in mine and ("update", name) in mine:
+            zero = replace(event.digest, values=np.zeros(LENGTH), parts=(), replicas=())
+            mine[pass_, name] = replace(event, dtype=MISSING, digest=zero)
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:3]) + (", ..." if len(texts) > 3 else "")
 
 
 def _limit(growth: Mapping[Any, float], unit: float, key: tuple[int, str, str], numel: int) -> float:
@@ -186,22 +246,46 @@ def _limit(growth: Mapping[Any, float], unit: float, key: tuple[int, str, str], 
 
 
 def measure_growth(a: Recording, perturbed: Recording) -> Recording:
-    """Return recording A with the measured growth of rounding.
+    """Return recording A with the measured growth of rounding; it is not measured where a side is not finite.
 
     Args:
         perturbed: the same steps as `a`, with initial weights changed by one rounding (`perturb_weights`).
+
+    Raises:
+        RecordingError: replicas of A or of the perturbed run differ by more than rounding.
     """
     lookup, steps = _lookup(perturbed), {}
+    unit = max(UNITS.get(name, 0.0) for side in (a, perturbed) for name in side.about.get("dtypes", ("float32",)))
     for step, events in a.steps.items():
         other, mine = lookup(step), _lookup(a)(step)
         grown = []
         for event in events:
             # A weight's growth is that of its update, which is compared in its place.
-            key = ("update", event.name) if event.pass_ == "weights" else event.key
+            key = ("update", event.name) if event.pass_ == "weights" and step else event.key
             known = key in other and key in mine
-            grown.append(replace(event, growth=Pair(mine[key], other[key]).relative() if known else None))
+            growth = _growth_between(step, Pair(mine[key], other[key], unit=unit)) if known else None
+            grown.append(replace(event, growth=growth))
         steps[step] = grown
     return Recording(dict(a.about), steps)
+
+
+def _growth_between(step: int, pair: Pair) -> float | None:
+    """Return the growth of rounding of a tensor; None: its change is not finite.
+
+    Raises:
+        RecordingError: replicas differ by more than it explains.
+    """
+    growth = pair.relative(replicas=False)
+    limit = ROUNDINGS * max(pair.unit, growth if math.isfinite(growth) else 0.0)
+    for side in (pair.a.digest, pair.b.digest):
+        ranks = [part.rank for part, change in side.changes() if not norm_of(change, 0) <= limit * side.norm]
+        if ranks and side.is_finite:
+            raise RecordingError(
+                f"growth of rounding cannot be measured: step {step}, {described(pair.a.pass_, pair.a.name)} has other "
+                f"values on ranks {', '.join(map(str, ranks))} than on the ranks with the same elements; expected "
+                "replicas to be equal. Mend this first, or measure growth on one rank"
+            )
+    return growth if math.isfinite(growth) else None
 
 
 def _growth_of(recording: Recording) -> dict[tuple[int, str, str], float]:
@@ -222,7 +306,7 @@ def _lookup(recording: Recording) -> Any:
         for event in recording.steps.get(step, ()):
             chosen = event
             if event.pass_ == "weights" and step and event.name in before:
-                chosen = Event("update", event.name, event.dtype, _minus(event.digest, before[event.name].digest))
+                chosen = Event("update", event.name, event.dtype, subtract(event.digest, before[event.name].digest))
             elif event.pass_ == "weights" and step:
                 continue
             found[chosen.key] = chosen
@@ -233,12 +317,6 @@ def _lookup(recording: Recording) -> Any:
 
 def _weights(recording: Recording) -> Callable[[int], dict[str, Event]]:
     return lambda step: {e.name: e for e in recording.steps.get(step, ()) if e.pass_ == "weights"}
-
-
-def _minus(after: Digest, before: Digest) -> Digest:
-    values = after.values - before.values
-    values[SQUARES] = math.nan
-    return dataclasses.replace(after, values=values, parts=())
 
 
 def _common(a: Recording, b: Recording) -> Iterator[tuple[int, dict[Any, Event], dict[Any, Event]]]:
@@ -258,8 +336,12 @@ def _missing(a: Recording, b: Recording) -> Iterator[str]:
         theirs = {e.key for events in other.steps.values() for e in events}
         only_here = [described(*key) for key in keys if key not in theirs]
         if only_here:
-            some = ", ".join(only_here[:3]) + (", ..." if len(only_here) > 3 else "")
-            yield f"only {side} has {len(only_here)} of its {len(keys)} tensors: {some}"
+            yield f"only {side} has {len(only_here)} of its {len(keys)} tensors: {_some(only_here)}"
+        if unplaced := mine.about.get("unplaced"):
+            yield (
+                f"{side} has not recorded {len(unplaced)} outputs, whose rows are not those of the batch: "
+                f"{_some(unplaced)}"
+            )
     shapes = [{e.name: e.digest.shape for e in side.steps.get(0, ())} for side in (a, b)]
     other_shape = [name for name, shape in shapes[0].items() if shapes[1].get(name, shape) != shape]
     if other_shape:

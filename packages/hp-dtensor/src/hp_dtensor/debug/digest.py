@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,8 @@ LENGTH = PROJECTIONS + 2 + BUCKETED_DIMS * BUCKETS
 # as its caches hold, on a device enough to fill it.
 _CHUNK = {"cpu": 1 << 16}
 _CHUNK_OF_DEVICES = 1 << 22
+# Sums of squares in this range are exact in float32 too.
+_SQUARES = (1e-30, 1e37)
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,9 +273,22 @@ class Digest:
 
     @property
     def norm(self) -> float:
-        """The 2-norm, exact where the sum of squares is known, else estimated from the projections."""
+        """The 2-norm, exact where the sum of squares is known, else estimated from the projections.
+
+        Squares of very small and of very large values are zero and infinite in float32: second moments of Adam are.
+        """
         squares = self.values[SQUARES]
-        return math.sqrt(squares) if squares >= 0 else norm_of(self.values, self.num_bucketed)
+        return math.sqrt(squares) if _SQUARES[0] < squares < _SQUARES[1] else norm_of(self.values, self.num_bucketed)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the tensor has neither NaN nor infinite values."""
+        return bool(np.isfinite(self.values[:SQUARES]).all())
+
+    def changes(self) -> list[tuple[Part, np.ndarray]]:
+        """Return the differing replicas, each with its difference from the other copies of the same elements."""
+        common = {(part.region, part.summand): part for part in self.parts}
+        return [(part, part.values - common[part.region, part.summand].values) for part in self.replicas]
 
 
 def norm_of(values: np.ndarray, num_bucketed: int) -> float:
@@ -286,6 +301,34 @@ def norm_of(values: np.ndarray, num_bucketed: int) -> float:
     buckets = values[SQUARES + 1 :].reshape(BUCKETED_DIMS, BUCKETS)[:num_bucketed]
     estimates = [*(projections**2), *(buckets**2).sum(1)]
     return math.sqrt(float(np.mean(estimates)))
+
+
+def subtract(after: Digest, before: Digest) -> Digest:
+    """Return the digest of a difference of two tensors with the same parts, such as the update of a weight.
+
+    A replica differs in it if its own values have changed by another amount than the other copies.
+    """
+    values = after.values - before.values
+    values[SQUARES] = math.nan
+    old = {(part.region, part.summand): part.values for part in _parts(before, after)}
+    own = [{(p.rank, p.region, p.summand): p.values for p in side.replicas} for side in (after, before)]
+    parts, replicas = [], []
+    for part in _parts(after, before):
+        key = (part.region, part.summand)
+        of_old = old.get(key, np.full(LENGTH, math.nan))
+        parts.append(replace(part, values=part.values - of_old))
+        for rank in sorted({one[0] for side in own for one in side if one[1:] == key}):
+            change = own[0].get((rank, *key), part.values) - own[1].get((rank, *key), of_old)
+            if not np.array_equal(change[:SUM], parts[-1].values[:SUM]):
+                replicas.append(replace(part, rank=rank, values=change))
+    return Digest(after.shape, values, tuple(replicas), after.count, tuple(parts))
+
+
+def _parts(digest: Digest, other: Digest) -> tuple[Part, ...]:
+    """Return the parts of a digest; a file lacks them where one part is the full tensor on all ranks."""
+    if digest.parts or len(other.parts) != 1:
+        return digest.parts
+    return (replace(other.parts[0], values=digest.values),)
 
 
 def combine(shape: Sequence[int], parts: Iterable[Part]) -> Digest:

@@ -1,4 +1,8 @@
-"""The kind of a difference, by hypotheses that the digests of both sides can test exactly."""
+"""The likely kind of a difference, by hypotheses that the digests of both sides can test.
+
+Constants of the hypotheses are chosen, not derived, and proven by injected faults only. They decide the kind that is
+named, never if the sides differ: that is `Pair.relative` against the tolerance of `comparison`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hp_dtensor.debug.digest import BUCKETS, PROJECTIONS, SQUARES, SUM, norm_of
+from hp_dtensor.debug.digest import BUCKETS, PROJECTIONS, SQUARES, SUM, Digest, Part, norm_of
 from hp_dtensor.debug.recording import Event
 
 # A hypothesis fits if it leaves this share of the difference.
@@ -17,6 +21,8 @@ _FIT = 0.02
 # Other constants change a tensor by less than this share, mostly along itself.
 _SMALL, _ALONG = 0.05, 0.6
 _DIMS = ("first", "second", "last")
+# The dtype of a gradient that a side has not.
+MISSING = "none"
 
 
 @dataclass(frozen=True)
@@ -46,25 +52,32 @@ class Pair:
     weights_a: Event | None = None
     weights_b: Event | None = None
 
-    def relative(self) -> float:
-        """Return the norm of B - A relative to the larger norm of both; infinite if only one of them is finite."""
-        a, b = self.a.digest, self.b.digest
-        if a.count != b.count or not np.isfinite(a.values[0] + b.values[0]):
-            return (
-                0.0 if a.count == b.count and not (np.isfinite(a.values[0]) or np.isfinite(b.values[0])) else math.inf
-            )
-        scale = max(a.norm, b.norm)
-        differing = self.differing_replicas()
-        of_replicas = max((norm_of(p.values - b.values, 0) for p in differing), default=0.0) if scale else 0.0
-        return max(norm_of(b.values - a.values, b.num_bucketed), of_replicas) / scale if scale else 0.0
+    @property
+    def is_comparable(self) -> bool:
+        """Whether not both sides have NaN or infinite values, whose difference says nothing."""
+        return self.a.digest.is_finite or self.b.digest.is_finite
 
-    def differing_replicas(self) -> list[Any]:
-        """Return the copies of B that differ from others by more than rounding. Their parts must be full tensors."""
-        b = self.b.digest
-        limit = 32 * self.unit * b.norm
-        full = len(b.parts) == 1
-        base = b.parts[0].values[:PROJECTIONS] if full else None
-        return [p for p in b.replicas if base is None or np.abs(p.values[:PROJECTIONS] - base).max() > limit]
+    def relative(self, *, replicas: bool = True) -> float:
+        """Return the norm of B - A relative to the larger norm of both; infinite if a side is not finite.
+
+        Args:
+            replicas: take the largest difference of replicas on either side, if it is larger.
+        """
+        a, b = self.a.digest, self.b.digest
+        if a.count != b.count or not (a.is_finite and b.is_finite):
+            return math.inf
+        changes = [norm_of(b.values - a.values, b.num_bucketed)]
+        if replicas:
+            changes += [norm_of(change, 0) for side in (a, b) for _, change in side.changes()]
+        # A replica that is not finite makes its change NaN.
+        change, scale = math.inf if not np.isfinite(changes).all() else max(changes), max(a.norm, b.norm)
+        return change / scale if scale else math.inf if change else 0.0
+
+    def differing_replicas(self, digest: Digest) -> list[Part]:
+        """Return the copies of a side that differ from others by more than rounding."""
+        limit = 32 * self.unit * digest.norm
+        # In this form NaN differs.
+        return [part for part, change in digest.changes() if not norm_of(change, 0) <= limit]
 
 
 def kind_of(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], step: int) -> Kind:
@@ -77,10 +90,15 @@ def _hypotheses(
     pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], step: int
 ) -> Iterator[tuple[str, str]]:
     a, b = pair.a.digest, pair.b.digest
+    for side, event in (("A", pair.a), ("B", pair.b)):
+        if event.dtype == MISSING:
+            yield "lost", f"{side} has no gradient of this weight"
     if a.count != b.count:
         yield "count", f"A computed it {a.count:g} times in the step, B {b.count:g} times"
-    if not (np.isfinite(a.values[0]) and np.isfinite(b.values[0])):
-        side = "A" if not np.isfinite(a.values[0]) else "B"
+    if not pair.is_comparable:
+        yield "not finite", "both sides have NaN or infinite values from here on, which cannot be compared"
+    if not (a.is_finite and b.is_finite):
+        side = "B" if a.is_finite else "A"
         yield "not finite", f"{side} has NaN or infinite values here, and the other side has not"
     if step == 0 and not _is_permuted(pair):
         yield "initial weights", "the sides do not start from the same weights: another seed, source or initialization"
@@ -122,26 +140,33 @@ def _hypotheses(
 
 
 def _of_replicas(pair: Pair) -> Iterator[tuple[str, str]]:
-    a, b = pair.a.digest, pair.b.digest
-    replicas = pair.differing_replicas()
-    if not replicas:
+    for side, mine, other, before in (("B", pair.b, pair.a, pair.before_b), ("A", pair.a, pair.b, pair.before_a)):
+        replicas = pair.differing_replicas(mine.digest)
+        if not replicas:
+            continue
+        ranks, limit = ", ".join(str(part.rank) for part in replicas), _FIT * other.digest.norm
+        if len(mine.digest.parts) == 1:
+            yield from _of_summands(mine.digest, replicas, other.digest, side)
+            old = None if before is None else before.digest.projections
+            if old is not None and all(np.abs(part.values[:PROJECTIONS] - old).max() < limit for part in replicas):
+                yield "stale", f"rank {ranks} of {side} still has the values of the step before"
+        if np.abs(mine.digest.projections - other.digest.projections).max() < limit:
+            yield "replicas differ", f"rank {ranks} of {side} has other values than the ranks with the same elements"
+        yield "replicas differ", f"ranks of {side} that should have the same values have not: {ranks}"
+
+
+def _of_summands(mine: Digest, replicas: list[Part], other: Digest, side: str) -> Iterator[tuple[str, str]]:
+    projections = [part.values[:PROJECTIONS] for part in (*mine.parts, *replicas)]
+    if any(np.abs(each - other.projections).max() < _FIT * other.norm for each in projections):
+        # One copy is right, and the others may be zero.
         return
-    ranks = ", ".join(str(part.rank) for part in replicas)
-    projections = [part.values[:PROJECTIONS] for part in (*b.parts[:1], *replicas)]
-    if len(b.parts) == 1:
-        for what, value in (("sum", np.sum(projections, 0)), ("mean", np.mean(projections, 0))):
-            if np.abs(value - a.projections).max() < _FIT * a.norm:
-                yield (
-                    "missing reduction",
-                    f"each rank has its own summand, and their {what} is A: the all-reduce is missing",
-                )
-        if pair.before_b is not None:
-            old = pair.before_b.digest.projections
-            if all(np.abs(part.values[:PROJECTIONS] - old).max() < _FIT * a.norm for part in replicas):
-                yield "stale", f"rank {ranks} still has the values of the step before"
-    if any(True for _ in b.parts[1:]) or np.abs(b.projections - a.projections).max() < _FIT * a.norm:
-        yield "replicas differ", f"rank {ranks} has other values than the ranks with the same elements"
-    yield "replicas differ", f"ranks that should have the same values have not: {ranks}"
+    for what, value in (("sum", np.sum(projections, 0)), ("mean", np.mean(projections, 0))):
+        if np.abs(value - other.projections).max() < _FIT * other.norm:
+            whole = "A" if side == "B" else "B"
+            yield (
+                "missing reduction",
+                f"each rank of {side} has its own summand, and their {what} is {whole}: the all-reduce is missing",
+            )
 
 
 def _of_factor(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -246,6 +271,7 @@ def _where(pair: Pair) -> Iterator[str]:
         if 0 < len(chosen) < _filled(pair, dim)
     ]
     yield f"{'; '.join(found) or 'all elements'}, of {shape}"
-    replicas = pair.differing_replicas()
-    if replicas:
-        yield f"ranks {', '.join(str(part.rank) for part in replicas)} of B"
+    for side, event in (("A", pair.a), ("B", pair.b)):
+        replicas = pair.differing_replicas(event.digest)
+        if replicas:
+            yield f"ranks {', '.join(str(part.rank) for part in replicas)} of {side}"

@@ -113,7 +113,8 @@ class Recording:
     """The digests of some steps. Step 0 has the initial weights.
 
     Attributes:
-        about: facts of the run as JSON values, such as `platform`, `dtype` and `layout`.
+        about: facts of the run as JSON values, such as `platform`, `dtype` and `layout`; `unplaced` are names of
+            outputs that were not recorded.
         steps: the events of each step, in the order of their computation.
     """
 
@@ -143,6 +144,10 @@ class Recording:
                 found.about = header["about"]
                 for line in file:
                     entry = json.loads(line)
+                    if "about" in entry:
+                        # Outputs that were not recorded are known after a step only.
+                        found.about = entry["about"]
+                        continue
                     known = entry.get("events") or known
                     assert known is not None
                     found.steps[entry["step"]] = _events(known, entry)
@@ -154,7 +159,10 @@ class Recording:
 
 
 def append(path: str | Path, content: Any, step: int | None) -> None:
-    """Append the header (`step` None) or the events of a step to a file, as one line in a gzip member of its own."""
+    """Append the facts of a run (`step` None) or the events of a step to a file, as a line in a gzip member of its own.
+
+    The last facts count.
+    """
     entry = {"format": FORMAT, "about": content} if step is None else {"step": step, **_entry(content)}
     with gzip.open(path, "at", encoding="utf-8") as file:
         file.write(json.dumps(entry, separators=(",", ":")) + "\n")
@@ -246,7 +254,8 @@ class Recorder:
             activations have the batches of all ranks one after the other, equally many samples each.
         gradient_factor: factor on gradients of outputs, such as 1 / ranks where each rank's loss is the mean over its
             own samples.
-        unplaced: names of modules whose outputs have other rows than those of the batch, and are not recorded.
+        unplaced: names of modules whose outputs on this rank have other rows than those of the batch, such as a scalar
+            loss, and are not recorded. Those of all ranks are in `recording.about`.
 
     Examples:
         >>> with nn.building(platform):
@@ -280,6 +289,7 @@ class Recorder:
         self._found: dict[tuple[str, str], _Local] = {}
         self._hooked: set[tuple[str, int]] = set()
         self._has_gradients = False
+        self._start = time.monotonic()
         # First, since it joins the job of a program that has initialized torch.distributed itself.
         self.weights()
         self.recording = Recording({"world_size": existing_world(self.platform).size, **(about or {})})
@@ -386,7 +396,7 @@ class Recorder:
             known = self._found.get((pass_, name))
             if known is None:
                 dtype = platform.dtype_name(local.dtype)
-                known = _Local(region.shape, dtype, summand, time.time(), values)
+                known = _Local(region.shape, dtype, summand, time.monotonic() - self._start, values)
                 self._found[pass_, name] = known
             else:
                 known.values = platform.ops.add(known.values, values)
@@ -423,9 +433,16 @@ class Recorder:
         with platform.no_grad():
             # One copy to the host, which waits for the device once.
             values = [platform.to_numpy(platform.ops.cat([e.values for e in found.values()], 0))] if found else []
-        payload = json.dumps(facts).encode() + b"\n" + b"".join(v.astype("<f8").tobytes() for v in values)
+        lines = json.dumps([facts, sorted(self.unplaced)])
+        payload = lines.encode() + b"\n" + b"".join(v.astype("<f8").tobytes() for v in values)
         gathered = existing_world(platform).all.all_gather_bytes(payload)
+        # Ranks leave the collective together, which makes their times of the next step comparable. Clocks of machines
+        # are not.
+        self._start = time.monotonic()
         self.recording.steps[number] = _combined(gathered)
+        unplaced = {name for each in gathered for name in json.loads(each.partition(b"\n")[0])[1]}
+        if unplaced:
+            self.recording.about["unplaced"] = sorted(unplaced)
         self._found = {}
 
 
@@ -460,7 +477,7 @@ def _combined(gathered: Sequence[bytes]) -> list[Event]:
     for rank, payload in enumerate(gathered):
         text, _, numbers = payload.partition(b"\n")
         values = np.frombuffer(numbers, "<f8").reshape(-1, LENGTH)
-        for index, (pass_, name, shape, dtype, summand, at, region, numel) in enumerate(json.loads(text)):
+        for index, (pass_, name, shape, dtype, summand, at, region, numel) in enumerate(json.loads(text)[0]):
             key = (pass_, name)
             parts.setdefault(key, []).append(Part(rank, region, numel, summand, values[index]))
             forms.setdefault(key, {}).setdefault((tuple(shape), dtype), rank)

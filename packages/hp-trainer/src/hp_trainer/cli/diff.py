@@ -15,12 +15,13 @@ import yaml
 
 from hp_dtensor.debug import Comparison, Recording, compare, draw, measure_growth
 from hp_dtensor.debug.comparison import UNITS
+from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.launch import is_launched
 from hp_trainer.cli.commands import Overrides, SettingsCommand
 from hp_trainer.cli.completion import yaml_files
 from hp_trainer.cli.shared import check_file_to_write, load, print_message
 from hp_trainer.config import dump_config
-from hp_trainer.exceptions import ConfigError, Problem, TrainingError
+from hp_trainer.exceptions import ConfigError, Problem
 from hp_trainer.models.hugging_face.reference import reference_names, with_our_names
 from hp_trainer.run import RunFolder
 from hp_trainer.training.recording import read_recording
@@ -46,11 +47,13 @@ class Side:
         source: a YAML file, a run folder, or a file of digests.
         overrides: settings of this side, those for both sides first.
         python: the interpreter of the environment to train in.
+        own: the overrides that are for this side only.
     """
 
     source: Path
     overrides: tuple[tuple[str, str], ...]
     python: str
+    own: tuple[tuple[str, str], ...] = ()
 
     @property
     def recorded(self) -> Path | None:
@@ -93,7 +96,8 @@ class Side:
         file = folder / "transformers.yaml"
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         names = reference_names(self.directory, config.model.options)
-        return replace(self, source=file), names
+        # The other side's configuration has the settings for both sides already.
+        return replace(self, source=file, overrides=self.own), names
 
     @property
     def config(self) -> Path:
@@ -103,7 +107,7 @@ class Side:
         """Train the first steps in a run folder of their own, and return their digests.
 
         Raises:
-            TrainingError: the run failed; the message ends with its last lines.
+            RecordingError: the run failed; the message ends with its last lines.
         """
         settings = [
             *_QUIET,
@@ -119,10 +123,10 @@ class Side:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
-            raise TrainingError(f"{self.python} is no interpreter: {error}") from error
+            raise RecordingError(f"{self.python} is no interpreter: {error}") from error
         if done.returncode:
             lines = (done.stderr or done.stdout).strip().splitlines()[-12:]
-            raise TrainingError("\n".join([f"{self} ended with exit code {done.returncode}:", *lines]))
+            raise RecordingError("\n".join([f"{self} ended with exit code {done.returncode}:", *lines]))
         return Recording.load(RunFolder(folder).digests_file)
 
     def __str__(self) -> str:
@@ -142,7 +146,8 @@ def diff_command(a: str, b: str | None, steps: int, to: Path | None, record: Pat
     side imports; B is A by default. Settings are for both sides, and with --a.SETTING or --b.SETTING for one of them:
     --b.parallel.tp=2. --b.python=PATH trains it in another environment. Both sides start from the same weights and
     samples. A is trained twice, the second time with every weight changed by one rounding, which shows how much
-    rounding explains. The exit code is 1 if they differ.
+    rounding explains. The exit code is 0 if they are equal or within rounding, 1 if they differ or are not
+    finite, and 2 if they cannot be compared, as when a side fails.
     """
     if is_launched():
         raise click.UsageError("diff starts its runs itself; do not start it under torchrun or msrun")
@@ -158,7 +163,7 @@ def diff_command(a: str, b: str | None, steps: int, to: Path | None, record: Pat
     if to is not None:
         draw(found, to)
         print(f"picture: {to}")
-    return int(found.verdict == "different")
+    return int(found.first is not None)
 
 
 def _side(source: str, overrides: Overrides, letter: str) -> Side:
@@ -170,7 +175,8 @@ def _side(source: str, overrides: Overrides, letter: str) -> Side:
         raise click.UsageError(f"{source} is recorded already and takes no settings, got --{letter}.{own[0][0]}")
     both = [(name, value) for name, value in overrides if not name.startswith(("a.", "b."))]
     python = dict(own).get("python", sys.executable)
-    return Side(path, tuple(one for one in [*both, *own] if one[0] != "python"), python)
+    own = [one for one in own if one[0] != "python"]
+    return Side(path, (*both, *own), python, tuple(own))
 
 
 def _recordings(sides: Sequence[Side], folder: Path, steps: int) -> list[Recording]:
@@ -195,6 +201,9 @@ def _recordings(sides: Sequence[Side], folder: Path, steps: int) -> list[Recordi
     trained = next((number for number, side in enumerate(sides) if side.recorded is None), 0)
     if sides[trained].recorded is not None and not sides[trained].source.is_dir():
         trained = 1 if sides[1].source.is_dir() else 0
+    if sides[trained].source.suffix == ".gz":
+        # Neither side can be trained; `compare` says so.
+        return found
     unit = max(UNITS[name] for each in found for name in each.about["dtypes"])
     perturbed = with_our_names(recorded(sides[trained], unit), names[trained])
     found[trained] = measure_growth(found[trained], perturbed)

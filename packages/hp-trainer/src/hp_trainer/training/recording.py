@@ -42,11 +42,11 @@ class StepRecorder:
             about=_about(setup),
             first_step=step,
         )
-        self._has_warned = False
+        self._has_warned, self._last = False, 0
         self._reference: Recording | None = None
         if (path := training.compare_with) is not None:
             what = "reading training.compare_with"
-            coordinator(self._world.all, what, lambda: self._read_reference(path), TrainingError)
+            self._last = coordinator(self._world.all, what, lambda: self._read_reference(path), TrainingError)
         if training.record_steps is not None and self._world.rank == 0:
             recording = self._recorder.recording
             # A resumed run adds to the file.
@@ -55,13 +55,26 @@ class StepRecorder:
                 append(run.digests_file, recording.about, None)
                 append(run.digests_file, recording.steps[step], step)
 
-    def _read_reference(self, path: str) -> None:
+    def records(self, step: int) -> bool:
+        """Return whether to record a step. Rank 0 says so if it is the first one after the reference's."""
+        training = self._setup.config.training
+        if training.compare_with is not None and step > self._last and not self._has_warned:
+            self._has_warned = True
+            if self._world.rank == 0:
+                message = f"{training.compare_with} ends at step {self._last}; steps from {step} on are not compared"
+                print(f"hp-train: {message}", file=sys.stderr, flush=True)
+        is_compared = training.compare_with is not None and not self._has_warned
+        return is_compared or step <= (training.record_steps or 0)
+
+    def _read_reference(self, path: str) -> int:
+        """Read the reference, and return its last step."""
         self._reference = read_recording(path)
         if not any(event.growth is not None for events in self._reference.steps.values() for event in events):
             raise RecordingError(
                 f"{path} does not know how rounding grows in this model; write the reference with "
                 "`hp-train diff CONFIG --record=FILE`"
             )
+        return max(self._reference.steps)
 
     @contextmanager
     def step(self, number: int, first_row: int) -> Iterator[None]:
@@ -75,12 +88,15 @@ class StepRecorder:
         """
         self._first_row = first_row
         self._recorder.gradient_factor = 1 / self._setup.scaler.get_scale()
+        about = dict(self._recorder.recording.about)
         with self._recorder.step(number):
             yield
         steps = self._recorder.recording.steps
         last = self._setup.config.training.record_steps
         if last is not None and number <= last and self._world.rank == 0:
             append(self._run.digests_file, steps[number], number)
+            if self._recorder.recording.about != about:
+                append(self._run.digests_file, self._recorder.recording.about, None)
         if self._setup.config.training.compare_with is not None:
             self._compare(number)
         # The weights before a step are needed for its updates only.
@@ -122,7 +138,7 @@ class StepRecorder:
                 return None
             steps = {each: reference.steps[each] for each in (number - 1, number) if each in reference.steps}
             found: Comparison = compare(Recording(reference.about, steps), self._recorder.recording)
-            return str(found) if found.verdict == "different" else None
+            return None if found.first is None else str(found)
 
         found = coordinator(self._world.all, "comparing with training.compare_with", difference, TrainingError)
         if found is None:

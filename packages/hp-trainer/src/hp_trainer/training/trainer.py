@@ -68,6 +68,7 @@ class Trainer:
         self.setup = RankSetup.build(run, config, platform, weights=initial_weights)
         self.progress = Progress()
         self._step = OptimizerStep(self.setup)
+        self._is_recorded = False
         self._speed = ModelSpeed(self.setup)
         self._profile = StepProfile(config.profile, run.profile, platform, self.setup.mesh.world.rank)
         storage = checkpoint_storage(run, config)
@@ -196,14 +197,16 @@ class Trainer:
     def _recorded(self, step: int) -> Iterator[None]:
         """Record the step in the block, if the settings ask for it."""
         training = self.config.training
-        if training.compare_with is None and step > (training.record_steps or 0):
-            self._step.recorder = None
-            yield
-            return
-        if self._step.recorder is None:
+        is_wanted = training.compare_with is not None or step <= (training.record_steps or 0)
+        if is_wanted and self._step.recorder is None and not self._is_recorded:
             self._step.recorder = StepRecorder(self.setup, self.run_folder, step - 1)
             for stage in self.setup.pipeline.stages if self.setup.pipeline is not None else ():
                 stage.before_call = self._step.recorder.place
+        if self._step.recorder is None or not self._step.recorder.records(step):
+            # The recorder is not needed again, nor is its memory.
+            self._step.recorder, self._is_recorded = None, True
+            yield
+            return
         with self._step.recorder.step(step, self.progress.samples):
             yield
 

@@ -85,4 +85,8 @@ def with_our_names(recording: Recording, names: dict[str, str]) -> Recording:
             ours = names.get(name)
             renamed.append(replace(event, name=event.name if ours is None else f"{ours}.{slot}" if slot else ours))
         steps[step] = renamed
-    return type(recording)(dict(recording.about), steps)
+    about = dict(recording.about)
+    if "unplaced" in about:
+        outputs = [name.removeprefix(_WRAPPED).removesuffix("[0]") for name in about["unplaced"]]
+        about["unplaced"] = [names.get(name, name) for name in outputs]
+    return type(recording)(about, steps)
