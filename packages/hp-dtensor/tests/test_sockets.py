@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from array_platform import ArrayPlatform
 
+from hp_dtensor.comm import meeting_point, sockets
+from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.comm.sockets import SocketWorld
-from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.exceptions import CollectiveError, PlatformError
 
 
 @pytest.fixture
@@ -78,3 +83,45 @@ def test_a_wait_that_has_timed_out_does_not_succeed_later(on_ranks):
         return True
 
     assert on_ranks(program, 2, 0.2) == [None, True]
+
+
+def test_ranks_meet_although_others_connect(on_ranks, monkeypatch):
+    """To every rank's port: a program that says nothing, and one that speaks another protocol."""
+    create, strays = socket.create_server, []
+
+    def visited(*arguments, **options):
+        server = create(*arguments, **options)
+        strays.extend(socket.create_connection(server.getsockname()[:2]) for _ in range(2))
+        strays[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+        return server
+
+    monkeypatch.setattr(socket, "create_server", visited)
+    monkeypatch.setattr(sockets, "_GREETING_SECONDS", 0.1)
+    assert (
+        on_ranks(lambda world: world.all.all_gather_bytes(bytes([world.rank])), 3, 20.0) == [[b"\0", b"\1", b"\2"]] * 3
+    )
+    for stray in strays:
+        stray.close()
+
+
+def test_ranks_that_cannot_meet_say_why(monkeypatch, capsys, free_port):
+    monkeypatch.setattr(meeting_point, "_FIRST_REPORT_SECONDS", 0.1)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(PlatformError, match=f"rank 0 of 2 could not join the job at {address} within 0.5 s: timed out"):
+        SocketWorld(0, 2, ArrayPlatform(), address, 0.5)
+    assert f"rank 0 of 2 waits at the meeting point {address}, where not all" in capsys.readouterr().err
+    with pytest.raises(PlatformError, match=f"rank 1 of 2 could not reach the meeting point {address} within 0.5 s"):
+        SocketWorld(1, 2, ArrayPlatform(), address, 0.5)
+    assert "still waits for the meeting point" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["a..b:29500", f"{'a' * 64}:29500", "localhost", "localhost:0", "localhost:\u00b2"])
+def test_an_address_that_cannot_be_one(address):
+    with pytest.raises(PlatformError, match=re.escape(f"must be host:port, such as 127.0.0.1:29500; got {address!r}")):
+        MeetingPoint(1, 2, address, False, 1.0)
+
+
+def test_a_late_meeting_leaves_the_rest_of_the_time(monkeypatch):
+    point = MeetingPoint(1, 2, "localhost:29500", False, 10.0, started=100.0)
+    monkeypatch.setattr(meeting_point, "time", SimpleNamespace(monotonic=lambda: 104.0))
+    assert point.remaining_seconds() == 6.0

@@ -11,11 +11,11 @@ import mindspore.mint.distributed as dist
 import numpy as np
 from mindspore.communication.management import _init_with_store
 
+from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import device_index
-from hp_dtensor.launch.meeting_point import MeetingPoint
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.process_groups import HostGroup, NativeGroup
 from hp_platform_mindspore.tensor.memory import share
@@ -94,9 +94,10 @@ def _connect(platform: MindSporeBase, point: MeetingPoint, ip: str, local_rank: 
     # Read by MCCL when it is initialized, so it is set before.
     os.environ.setdefault(TIMEOUT_VARIABLE, str(max(1, round(point.timeout_seconds))))
     # Instead of `init_process_group`, which refuses the backend mccl.
-    store = dist.TCPStore(ip, point.port, world_size=size, is_master=point.serves, timeout=timeout)
+    remaining = timedelta(seconds=point.remaining_seconds())
+    store = dist.TCPStore(ip, point.port, world_size=size, is_master=point.serves, timeout=remaining)
     _init_with_store(backend="mccl", timeout=timeout, world_size=size, rank=rank, store=store)
-    _wait_for_all(store, size, point.timeout_seconds)
+    _wait_for_all(store, size, point.remaining_seconds())
 
 
 def _wait_for_all(store: Any, size: int, timeout_seconds: float) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import ipaddress
 import json
 import math
 import socket
@@ -18,11 +19,12 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work, no_average_of
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import CollectiveError, PlatformError
@@ -36,6 +38,8 @@ HEADER = struct.Struct("!8sQ")
 """Before each message: the digest of its channel, and its length in bytes."""
 SMALL_BYTES = 1 << 16
 """Up to this size, all ranks exchange everything in one round and reduce it themselves."""
+_GREETING_SECONDS = 5.0
+_LONGEST_LINE = 1 << 26  # the addresses of a million ranks
 
 
 class SocketProcesses(ProcessInterface):
@@ -69,12 +73,7 @@ class SocketWorld(World):
         self._changed = threading.Condition()
         self._lost: set[int] = set()
         self.failures: dict[tuple[int, ...], str] = {}
-        try:
-            self._peers = _connect_all(rank, size, address, time.monotonic() + timeout_seconds)
-        except OSError as error:
-            raise PlatformError(
-                f"rank {rank} of {size} could not join the job at {address} within {timeout_seconds:g} s: {error}"
-            ) from error
+        self._peers = _connect_all(MeetingPoint(rank, size, address, rank == 0, timeout_seconds)) if size > 1 else {}
         self._sending = {peer: threading.Lock() for peer in self._peers}
         for peer in self._peers:
             threading.Thread(target=self._read, args=(peer,), daemon=True, name=f"messages of rank {peer}").start()
@@ -141,28 +140,46 @@ class SocketWorld(World):
                 self._changed.notify_all()
 
 
-def _connect_all(rank: int, size: int, address: str, deadline: float) -> dict[int, socket.socket]:
-    """Return a connection to each other rank."""
-    if size == 1:
-        return {}
-    host, port = address.rsplit(":", 1)
-    with socket.create_server((host, int(port)) if rank == 0 else ("", 0), backlog=size) as server:
-        where = _meet(rank, size, (host, int(port)), server, deadline)
-        peers = {}
-        # Lower ranks accept, higher ranks connect.
-        for peer in range(1, rank):
-            peers[peer] = _connect(where[peer], deadline)
-            peers[peer].sendall(struct.pack("!I", rank))
-        if rank > 0:
-            peers[0] = where[0]
-        else:
-            return where
-        while len(peers) < size - 1:
-            server.settimeout(max(0.01, deadline - time.monotonic()))
-            accepted, _ = server.accept()
-            (peer,) = struct.unpack("!I", _read_exactly(accepted, 4))
+def _connect_all(point: MeetingPoint) -> dict[int, socket.socket]:
+    """Return a connection to each other rank.
+
+    Raises:
+        PlatformError: the others did not join in time.
+    """
+    ip = point.reach()
+    # On all interfaces, which lead to this machine by other addresses too, unless the job is local.
+    host = ip if ipaddress.ip_address(ip.partition("%")[0]).is_loopback else ""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    try:
+        listening = socket.create_server(
+            (host, point.port if point.serves else 0), family=family, backlog=2 * point.size
+        )
+        with listening as server, point.waiting_for_ranks():
+            return _connect_pairs(point, (ip, point.port), server, time.monotonic() + point.remaining_seconds())
+    except OSError as error:
+        raise PlatformError(
+            f"rank {point.rank} of {point.size} could not join the job at {point.address} within "
+            f"{point.timeout_seconds:g} s: {error}. Check that every rank was started, and its log"
+        ) from error
+
+
+def _connect_pairs(point: MeetingPoint, meeting: Any, server: socket.socket, deadline: float) -> dict[int, Any]:
+    rank, size, where = point.rank, point.size, _meet(point.rank, point.size, meeting, server, deadline)
+    if rank == 0:
+        return where
+    peers = {0: where[0]}
+    # Lower ranks accept, higher ranks connect.
+    for peer in range(1, rank):
+        peers[peer] = _connect(where[peer], deadline)
+        peers[peer].sendall(struct.pack("!I", rank))
+    expected = set(range(rank + 1, size))
+    arrivals = _arrivals(server, deadline, lambda accepted: struct.unpack("!I", _read_exactly(accepted, 4)))
+    while expected:
+        accepted, _, (peer,) = next(arrivals)
+        if peer in expected:
+            expected.remove(peer)
             peers[peer] = _ready(accepted)
-        return peers
+    return peers
 
 
 def _meet(rank: int, size: int, meeting: Any, server: socket.socket, deadline: float) -> dict[int, Any]:
@@ -170,20 +187,40 @@ def _meet(rank: int, size: int, meeting: Any, server: socket.socket, deadline: f
     if rank > 0:
         to_first = _connect(meeting, deadline)
         _send_line(to_first, [rank, size, server.getsockname()[1]])
-        table = _read_line(to_first, deadline)
+        to_first.settimeout(max(0.01, deadline - time.monotonic()))
+        table = _read_line(to_first)
         return {0: _ready(to_first), **{int(peer): tuple(where) for peer, where in table.items()}}
     connections: dict[int, Any] = {}
     table = {}
+    arrivals = _arrivals(server, deadline, lambda accepted: tuple(map(int, _read_line(accepted))))
     while len(connections) < size - 1:
-        server.settimeout(max(0.01, deadline - time.monotonic()))
-        accepted, (seen_as, *_) = server.accept()
-        peer, its_size, port = _read_line(accepted, deadline)
+        accepted, seen_as, (peer, its_size, port) = next(arrivals)
         if its_size != size or peer in connections:
             raise OSError(f"rank {peer} of {its_size} ranks came to a job of {size}, or came twice")
         connections[peer], table[peer] = accepted, (seen_as, port)
     for accepted in connections.values():
         _send_line(accepted, table)
     return {peer: _ready(accepted) for peer, accepted in connections.items()}
+
+
+def _arrivals(
+    server: socket.socket, deadline: float, greeting: Callable[[socket.socket], Any]
+) -> Iterator[tuple[socket.socket, str, Any]]:
+    """Yield connections with the address that each came from and its greeting. What does not greet is dropped.
+
+    Such are the probes of `MeetingPoint`, which end at once, and programs that try every port.
+    """
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        accepted, (seen_as, *_) = server.accept()
+        accepted.settimeout(min(left, _GREETING_SECONDS))
+        try:
+            greeted = greeting(accepted)
+        except (OSError, ValueError, TypeError):
+            accepted.close()
+        else:
+            yield accepted, seen_as, greeted
+    raise TimeoutError("timed out")
 
 
 def _connect(where: Any, deadline: float) -> socket.socket:
@@ -209,9 +246,10 @@ def _send_line(connection: socket.socket, value: Any) -> None:
     connection.sendall(struct.pack("!I", len(data)) + data)
 
 
-def _read_line(connection: socket.socket, deadline: float) -> Any:
-    connection.settimeout(max(0.01, deadline - time.monotonic()))
+def _read_line(connection: socket.socket) -> Any:
     (length,) = struct.unpack("!I", _read_exactly(connection, 4))
+    if length > _LONGEST_LINE:
+        raise ConnectionError("the other side is no rank of this job")
     return json.loads(_read_exactly(connection, length))
 
 

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import CollectiveError, PlatformError
-from hp_dtensor.launch.meeting_point import MeetingPoint
 from hp_platform_torch.comm.backends import BACKEND_NAMES, device_types, shares_devices
 from hp_platform_torch.comm.groups import FACTS, StagedGroup, TorchGroup
 
@@ -155,12 +155,14 @@ def leave() -> None:
 
 
 def _store(point: MeetingPoint, by_agent: bool, timeout: timedelta) -> dist.Store:
-    store = None
+    store, remaining = None, timedelta(seconds=point.remaining_seconds())
     if point.is_loopback():
         # Without this, gloo connects members through the network interface of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
-        store = _serve_locally(point.host, point.port, point.size, timeout) if point.serves else None
-    store = store or dist.TCPStore(point.host, point.port, point.size, is_master=point.serves, timeout=timeout)
+        store = _serve_locally(point.host, point.port, point.size, remaining) if point.serves else None
+    store = store or dist.TCPStore(point.host, point.port, point.size, is_master=point.serves, timeout=remaining)
+    # Groups are created through it later.
+    store.set_timeout(timeout)
     # The agent's store outlives the ranks: after a restart, keys of the failed attempt must not be found.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_agent else "0"
     return dist.PrefixStore(f"hp/attempt_{attempt}", store)

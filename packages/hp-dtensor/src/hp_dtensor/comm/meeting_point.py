@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hp_dtensor.exceptions import PlatformError
 
@@ -26,9 +26,10 @@ class MeetingPoint:
     Args:
         address: `host:port`.
         serves: this rank listens there; others connect to it.
+        timeout_seconds: limit for joining the job, from `started` on.
 
     Raises:
-        PlatformError: the address is not `host:port`.
+        PlatformError: the address is not `host:port`, or has a host that can be no name.
     """
 
     rank: int
@@ -36,10 +37,11 @@ class MeetingPoint:
     address: str
     serves: bool
     timeout_seconds: float
+    started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         host, separator, port = self.address.rpartition(":")
-        if not separator or not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        if not separator or not _is_host(host) or not port.isdecimal() or not 0 < int(port) < 65_536:
             raise PlatformError(
                 f"the address of the job must be host:port, such as 127.0.0.1:29500; got {self.address!r}"
             )
@@ -58,6 +60,10 @@ class MeetingPoint:
             return ipaddress.ip_address(self.host).is_loopback
         return False
 
+    def remaining_seconds(self) -> float:
+        """Return the seconds left of the time limit since this object was made, at least one."""
+        return max(1.0, self.started + self.timeout_seconds - time.monotonic())
+
     def reach(self) -> str:
         """Wait until the name resolves and, unless this rank serves, something answers; return the IP address.
 
@@ -66,8 +72,7 @@ class MeetingPoint:
         Raises:
             PlatformError: the port is in use on the rank that serves, or the time is over.
         """
-        started = time.monotonic()
-        report_at, pause = started + _FIRST_REPORT_SECONDS, 0.005
+        report_at, pause = self.started + _FIRST_REPORT_SECONDS, 0.005
         while True:
             try:
                 ip = self._resolve()
@@ -78,7 +83,7 @@ class MeetingPoint:
                 return ip
             except OSError as error:
                 problem, now = self._explain(error), time.monotonic()
-            if now - started > self.timeout_seconds:
+            if now - self.started > self.timeout_seconds:
                 role = "serve" if self.serves else "reach"
                 raise PlatformError(
                     f"rank {self.rank} of {self.size} could not {role} the meeting point {self.address} within "
@@ -160,6 +165,14 @@ class MeetingPoint:
                     f"no firewall between the machines drops port {self.port}"
                 )
         return f"{error}. Check the network between {here} and {self.host}, and that rank 0 was started there"
+
+
+def _is_host(host: str) -> bool:
+    try:
+        # As name resolution does, which fails for an empty part of a name, or one of over 63 characters.
+        return bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def _report(line: str) -> None:

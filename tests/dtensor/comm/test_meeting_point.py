@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from hp_dtensor.comm import meeting_point
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.launch import meeting_point
 
-PROGRAM = Path(__file__).with_name("joined.py")
+PROGRAM = Path(__file__).parents[1] / "launch" / "joined.py"
 SECONDS = 200
 
 
