@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ import numpy as np
 import pytest
 from small_model import ROWS, make_data, make_model
 
-from hp_dtensor import ColwiseParallel, DeviceMesh, RowwiseParallel, parallelize_module
+from hp_dtensor import ColwiseParallel, DeviceMesh, RowwiseParallel, nn, parallelize_module
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.debug import Recorder, Recording, Rows, compare, draw, measure_growth, perturb_weights
+from hp_dtensor.debug import Recorder, Recording, Rows, compare, draw, measure_growth, perturb_weights, recording
 from hp_dtensor.debug.comparison import UNITS
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.platform.interface import Platform
@@ -185,6 +186,44 @@ def test_rows_that_are_missing_are_an_error_on_every_rank(platform: Platform) ->
 
     for message in run_ranks(program, 2, platform):
         assert "forward of up has 0.4 times the elements of [5, 7]" in message
+
+
+def test_clocks_of_machines_do_not_order_events(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = platform.to_numpy(platform.detach(make_model(platform).up(make_data(platform)[0])))
+    ahead = {0: 1000.0, 1: 0.0}
+    clock = time.monotonic
+    monkeypatch.setattr(recording.time, "monotonic", lambda: clock() + ahead[current_world(platform).rank])
+
+    def program() -> list[str]:
+        rank, (x, _), model = current_world(platform).rank, make_data(platform), make_model(platform)
+        recorder = Recorder(model, platform)
+        with recorder.step(1, Rows(np.arange(ROWS), ROWS)):
+            # Two stages of a pipeline, the second after the first.
+            y = model.up(x) if rank == 0 else platform.from_numpy(inner)
+            current_world(platform).all.all_gather_bytes(b"")
+            if rank == 1:
+                model.down(y)
+        return [event.name for event in recorder.recording.steps[1] if event.pass_ == "forward"]
+
+    assert run_ranks(program, 2, platform) == [["up", "down"]] * 2
+
+
+def test_the_output_of_the_model_itself_is_recorded_or_told(platform: Platform) -> None:
+    def program() -> tuple[list[str], Any]:
+        class Scaled(nn.Module):
+            def forward(self, x: Any) -> Any:
+                return self.ops.mul(self.ops.sum(x), 3.0)
+
+        with nn.building(platform):
+            model = Scaled()
+        recorder = Recorder(model, platform)
+        with recorder.step(1):
+            model(make_data(platform)[0])
+        return [event.name for event in recorder.recording.steps[1]], recorder.recording.about.get("unplaced")
+
+    assert program() == (["(model)"], None)
+    # A rank's own loss is no replica of that of another one.
+    assert run_ranks(program, 2, platform) == [([], ["(model)"])] * 2
 
 
 def test_the_picture_has_a_panel_for_each_pass(platform: Platform, reference: Recording, tmp_path: Path) -> None:

@@ -42,6 +42,10 @@ FORMAT = 1
 PASSES = ("forward", "backward", "gradient", "state", "weights")
 
 
+# Name of the output of the model itself.
+ROOT = "(model)"
+
+
 @dataclass(frozen=True)
 class Rows:
     """The samples and positions of this rank's activations, whose dimensions are samples, then positions.
@@ -241,7 +245,7 @@ class Recorder:
         module: the model, plain or parallelized; with the parameters of `hp_fsdp`, of torch's own `fully_shard` and
             `DTensor`, or with replicated ones.
         platform: default: that of the module.
-        select: whether to record the outputs of a module, by its name; None: of all modules.
+        select: whether to record the outputs of a module, by its name, which is empty for the model; None: of all.
         select_gradients: whether to record the gradients of these outputs too, which local code may compute in parts.
         rename: the name in the unsharded model of a module or parameter, where a wrapper has changed it.
         buffers: record floating-point buffers as weights; they must be equal on all ranks that have them.
@@ -342,8 +346,8 @@ class Recorder:
 
     def _add_hooks(self) -> Iterator[Removable]:
         for name, module in self.platform.named_modules(self._module):
-            if name and not self.platform.is_container(module) and (self._select is None or self._select(name)):
-                hook = self._after_forward(self._rename(name), self._select_gradients(name))
+            if not self.platform.is_container(module) and (self._select is None or self._select(name)):
+                hook = self._after_forward(self._rename(name) if name else ROOT, self._select_gradients(name))
                 yield self.platform.add_forward_hook(module, hook)
 
     def _after_forward(self, name: str, has_gradients: bool) -> Callable[..., None]:
@@ -418,8 +422,10 @@ class Recorder:
         dims: Sequence[tuple[np.ndarray, int]] | None = [(np.arange(size), size) for size in shape]
         if not of_parameter and self.rows is not None:
             dims = self.rows.dims(shape)
+        elif not of_parameter and (world := existing_world(platform)).size > 1 and not shape:
+            # Such as a loss, which is that of the rank's own samples.
+            dims = None
         elif not of_parameter and shape:
-            world = existing_world(platform)
             first, size = world.rank * shape[0], world.size * shape[0]
             dims = [(np.arange(first, first + shape[0]), size), *list(dims or [])[1:]]
         if dims is None:

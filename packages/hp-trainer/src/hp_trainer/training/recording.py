@@ -162,8 +162,11 @@ def read_recording(path: str) -> Recording:
 
 
 def _is_in_order(name: str) -> bool:
-    """Return whether the rows of a module's output are those of the batch: routed experts have rows in their order."""
-    return "experts" not in name.split(".")
+    """Return whether the rows of a module's output are those of the batch: routed experts have rows in their order.
+
+    The model's own output is that of its head.
+    """
+    return bool(name) and "experts" not in name.split(".")
 
 
 def _about(setup: RankSetup) -> dict[str, Any]:
