@@ -97,7 +97,7 @@ def train_loop(config: Mapping[str, Any]) -> None:
     directory = config.get("directory")
     # Ray has changed to a folder of its own.
     is_here = directory is not None and Path(directory).is_dir()
-    working_folder = contextlib.chdir(directory) if is_here else contextlib.nullcontext()
+    working_folder = contextlib.chdir(str(directory)) if is_here else contextlib.nullcontext()
     overrides = [(path, value if isinstance(value, str) else json.dumps(value)) for path, value in settings.items()]
     with working_folder, _launched(), _reported(_Reports(folder)):
         start(config["config"], load(config["config"], overrides), may_continue=True)
