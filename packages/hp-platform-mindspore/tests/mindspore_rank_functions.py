@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.exceptions import CapabilityError, PlatformError
+from hp_dtensor.exceptions import CapabilityError, CollectiveError, PlatformError
 from hp_dtensor.platform.selection import get_platform
 
 PLATFORM = get_platform("mindspore")
@@ -216,6 +216,10 @@ def wait_for_a_peer_that_hangs(given_up):
         return
     with pytest.raises(RuntimeError):
         world.all.all_reduce(_tensor("float32", np.ones(4)))
+    # Rank 1 may come now, and its message must not be taken for that of another call.
+    for group in (world.all, world.group((1, 0))):
+        with pytest.raises(CollectiveError, match="has failed before"):
+            group.all_reduce(_tensor("float32", np.ones(4)))
     given_up.touch()
 
 

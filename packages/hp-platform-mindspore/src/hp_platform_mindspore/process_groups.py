@@ -10,7 +10,8 @@ To add a collective: its abstract form is in `hp_dtensor.comm.process_group.Proc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from mindspore import Tensor, mint
 
 from hp_dtensor.comm.process_group import DONE, GatheredBytes, PendingBytes, ProcessGroup, Rows, Work, no_average_of
+from hp_dtensor.exceptions import CollectiveError
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.memory import FLOATING, NAMES, decode, encode, host_view
 
@@ -163,8 +165,7 @@ class HostGroup(ProcessGroup):
 
     def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
         values = np.ascontiguousarray(host_view(x))
-        # `values` may be a contiguous copy; Sending keeps it alive until the message has been sent.
-        work = Sending(dist.isend(_as_bytes(values), self.ranks[target], group=MCCL_WORLD), values)
+        work = _started(dist.isend, values, self.ranks[target])
         return work if async_op else _waited_for(work)
 
     def _receive(self, x: Tensor, source: int, async_op: bool) -> Work:
@@ -206,30 +207,65 @@ class HostGroup(ProcessGroup):
         for work in works:
             work.wait()
 
-    def _start_transfer(self, sends: Sequence[Array | None], receives: Sequence[Array | None]) -> list[_SentBytes]:
+    def _start_transfer(
+        self, sends: Sequence[Array | None], receives: Sequence[Array | None]
+    ) -> list[_RunningTransfer]:
         works = []
         # In each step every rank has another partner. In rank order all would send to rank 0 first, and wait for it.
         for step in range(1, self.size):
             j = (self.rank + step) % self.size
             if (data := sends[j]) is not None and data.size:
-                given = _as_bytes(data)
-                works.append(_SentBytes(dist.isend(given, self.ranks[j], group=MCCL_WORLD), given))
+                works.append(_started(dist.isend, data, self.ranks[j]))
         for step in range(1, self.size):
             j = (self.rank - step) % self.size
             if (target := receives[j]) is not None and target.size:
-                given = _as_bytes(target)
-                works.append(_SentBytes(dist.irecv(given, self.ranks[j], group=MCCL_WORLD), given))
+                works.append(_started(dist.irecv, target, self.ranks[j]))
         return works
 
 
-class _SentBytes:
-    """A running transfer, which keeps the memory that it reads or writes alive."""
+_failures: list[str] = []
+"""Why transfers of this process have failed. All groups, and all jobs of a process, share MCCL's one channel."""
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Refuse transfers after one that failed: MCCL would take a late message for the next one.
+
+    Raises:
+        CollectiveError: a transfer has failed before.
+    """
+    if _failures:
+        raise CollectiveError(
+            f"a transfer of this rank has failed before ({_failures[0]}), and later messages could be taken for those "
+            "of the failed call. Restart the job"
+        )
+    try:
+        yield
+    except BaseException as error:
+        # MindSpore appends its stack in C++.
+        _failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        raise
+
+
+def _started(transfer: Callable[..., Any], array: Array, peer: int) -> _RunningTransfer:
+    """Start `dist.isend` or `dist.irecv` of contiguous memory with a global rank."""
+    given = _as_bytes(array)
+    with _failing():
+        return _RunningTransfer(transfer(given, peer, group=MCCL_WORLD), given)
+
+
+class _RunningTransfer:
+    """A running transfer, which keeps the memory that it reads or writes alive until it is done."""
 
     def __init__(self, handle: Any, given: Tensor) -> None:
-        self._handle, self._given = handle, given
+        self._handle: Any = handle
+        self._given: Tensor | None = given
 
     def wait(self) -> None:
-        self._handle.wait()
+        if self._given is not None:
+            with _failing():
+                self._handle.wait()
+            self._given = None
 
 
 class _Transfer:
@@ -239,25 +275,12 @@ class _Transfer:
         self._works, self._targets = works, targets
 
     def wait(self) -> None:
-        works, self._works = self._works, ()
-        for work in works:
+        for work in self._works:
             work.wait()
+        self._works = ()
         targets, self._targets = self._targets, ()
         for target in targets:
             target.store()
-
-
-class Sending:
-    """A message being sent, with the array that it is read from."""
-
-    def __init__(self, work: Any, values: Array) -> None:
-        self._work = work
-        self._values: Array | None = values
-
-    def wait(self) -> None:
-        if self._values is not None:
-            self._values = None
-            self._work.wait()
 
 
 class Receiving:
@@ -280,11 +303,16 @@ class Receiving:
             # whichever is waited for first.
             earliest = next(each for each in self._unfinished if each._source == self._source)
             self._unfinished.remove(earliest)
-            earliest._receive()
+            try:
+                earliest._receive()
+            except BaseException:
+                # A wait that has failed must fail again.
+                self._unfinished.insert(0, earliest)
+                raise
 
     def _receive(self) -> None:
         with _Contiguous(self._target) as data:
-            dist.irecv(_as_bytes(data), self._source, group=MCCL_WORLD).wait()
+            _started(dist.irecv, data, self._source).wait()
 
 
 def _waited_for(work: Work) -> Work:
