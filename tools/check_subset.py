@@ -22,7 +22,12 @@ PLATFORM_PREFIX = "hp-platform-"
 SERVED = {"fsdp": "hp-fsdp", "moe": "hp-moe", "trainer": "hp-trainer"}
 
 # Packages of extras, and the modules that may import them. Plugin modules may not.
-OPTIONAL = {"pytest": "hp_dtensor.testing", "triton": "hp_platform_torch.moe"}
+OPTIONAL = {
+    "pytest": ("hp_dtensor.testing", "hp_fsdp.testing", "hp_moe.testing", "hp_trainer.testing"),
+    "pyarrow": ("hp_trainer.integrations",),
+    "ray": ("hp_trainer.integrations",),
+    "triton": ("hp_platform_torch.moe",),
+}
 
 
 def installed() -> list[str]:
