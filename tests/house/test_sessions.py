@@ -9,7 +9,18 @@ import workspace
 
 BOTH = {f"{name}({platform})" for name in ("chaos", "proof") for platform in ("mindspore", "torch")}
 STATIC = {"docs", "lint", "public_api", "site", "types"}
-NOT_BY_DEFAULT = {"accelerator", "bench", "compatibility", "lock", "loss_parity", "main", "release", *BOTH, *STATIC}
+NOT_BY_DEFAULT = {
+    "accelerator",
+    "bench",
+    "compatibility",
+    "engines",
+    "lock",
+    "loss_parity",
+    "main",
+    "release",
+    *BOTH,
+    *STATIC,
+}
 
 
 @pytest.fixture(scope="module")
