@@ -38,7 +38,8 @@ nox.options.sessions = [
 ]
 # Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
 # `bench` measures, `proof` and `compatibility` take hours, `chaos` takes the minutes it is given, `accelerator` needs
-# one, `engines` starts Ray and Slurm for minutes, `release` prepares releases, `lock` creates every environment again from the newest releases.
+# one, `engines` starts Ray and Slurm for minutes, `release` prepares releases, `lock` creates every environment again
+# from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 # One more than cores, as some tests only wait for processes. Each worker imports a framework.
