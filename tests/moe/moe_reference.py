@@ -115,3 +115,14 @@ def _swiglu(w1, w2, w3, row):
         return w1.T @ da + w3.T @ db, (numpy.outer(da, row), numpy.outer(dy, h), numpy.outer(db, row))
 
     return w2 @ h, back
+
+
+def outputs_and_gradients(platform, layer, y, x):
+    """Return `y`, and the gradients of `x` and of the parameters for the loss `sum(y * y)`, which are then reset."""
+    platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
+    grads = [platform.get_grad(x), *(platform.get_grad(p) for _, p in platform.named_parameters(layer))]
+    arrays = [platform.to_numpy(platform.detach(each)).copy() for each in (y, *grads)]
+    for _, p in platform.named_parameters(layer):
+        platform.set_grad(p, None)
+    platform.set_grad(x, None)
+    return arrays

@@ -9,6 +9,7 @@ import numpy
 import pytest
 from loop_over_experts import loop_of
 from moe_layouts import LAYOUTS, train
+from moe_reference import outputs_and_gradients
 from test_expert_parallel import NUM_SAMPLES, assert_same
 from test_router import SCORES
 
@@ -69,16 +70,6 @@ def by_experts(logits, top_k, score_func):
 
 
 BY_HAND = {"sinkhorn": by_sinkhorn, "expert_choice": by_experts}
-
-
-def outputs_and_gradients(platform, layer, y, x):
-    platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
-    grads = [platform.get_grad(x), *(platform.get_grad(p) for _, p in platform.named_parameters(layer))]
-    arrays = [platform.to_numpy(platform.detach(each)).copy() for each in (y, *grads)]
-    for _, p in platform.named_parameters(layer):
-        platform.set_grad(p, None)
-    platform.set_grad(x, None)
-    return arrays
 
 
 @pytest.mark.parametrize("selection", BY_HAND)

@@ -9,6 +9,7 @@ import numpy
 import pytest
 from loop_over_experts import loop_of
 from moe_layouts import LAYOUTS, VOCABULARY, train
+from moe_reference import outputs_and_gradients
 from test_expert_parallel import NUM_SAMPLES, assert_same
 
 from hp_dtensor.comm.mesh import init_device_mesh
@@ -45,16 +46,6 @@ def batch(platform, seed=0, tokens=30):
     x = platform.from_numpy(numpy.random.default_rng(seed).normal(size=(tokens, DIM)).astype(numpy.float32))
     platform.set_requires_grad(x, True)
     return x
-
-
-def outputs_and_gradients(platform, layer, y, x):
-    platform.backward(platform.ops.sum(platform.ops.mul(y, y)))
-    grads = [platform.get_grad(x), *(platform.get_grad(p) for _, p in platform.named_parameters(layer))]
-    arrays = [platform.to_numpy(platform.detach(each)).copy() for each in (y, *grads)]
-    for _, p in platform.named_parameters(layer):
-        platform.set_grad(p, None)
-    platform.set_grad(x, None)
-    return arrays
 
 
 def retained_by_hand(experts, scores, capacity, bound):

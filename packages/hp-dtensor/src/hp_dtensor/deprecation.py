@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -36,9 +36,11 @@ def deprecated(*, since: str, removal: str, instead: str) -> Callable[[F], F]:
         'cut_sequence is deprecated since 0.2.0 and will be removed in 0.3.0: use `shard_sequence`'
     """
 
-    def mark(target: F) -> F:
+    # Any, as the `__init__` of a class, or a function, is replaced by one that warns.
+    def mark(target: Any) -> Any:
         message = f"{target.__qualname__} is deprecated since {since} and will be removed in {removal}: use {instead}"
-        called = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        is_class = isinstance(target, type)
+        called = target.__init__ if is_class else target
 
         @functools.wraps(called)
         def warning(*arguments: object, **options: object) -> object:
@@ -46,9 +48,9 @@ def deprecated(*, since: str, removal: str, instead: str) -> Callable[[F], F]:
             warnings.warn(message, FutureWarning, stacklevel=2)
             return called(*arguments, **options)
 
-        if isinstance(target, type):
-            target.__init__ = warning  # type: ignore[misc]
+        if is_class:
+            target.__init__ = warning
             return target
-        return warning  # type: ignore[return-value]
+        return warning
 
     return mark

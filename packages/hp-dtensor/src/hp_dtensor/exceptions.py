@@ -1,6 +1,5 @@
 """The exceptions that hp_dtensor raises for mistakes of its user. Each also derives from a fitting builtin one."""
 
-import copyreg
 from typing import Any
 
 
@@ -16,7 +15,11 @@ class HPError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Without calling `__init__`, whose arguments may be others than the message. Job systems such as Ray pickle
         # the exception of a rank, and lose the rank where they cannot read it again.
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
+        return _recreate, (type(self), self.args), self.__dict__
+
+
+def _recreate(kind: type[HPError], arguments: tuple[Any, ...]) -> HPError:
+    return kind.__new__(kind, *arguments)
 
 
 class PlatformError(HPError, RuntimeError):

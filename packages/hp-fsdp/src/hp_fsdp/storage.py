@@ -136,7 +136,7 @@ class ParameterStorage(ABC):
 
     @property
     def frees_memory(self) -> bool:
-        """Whether `release` frees memory."""
+        """True if `release` frees memory."""
         return type(self).release is not ParameterStorage.release
 
     def add_(self, target: Tensor, x: Tensor) -> None:

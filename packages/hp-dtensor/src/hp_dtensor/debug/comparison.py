@@ -32,7 +32,7 @@ Verdict = Literal["equal", "equal where compared", "within rounding", "different
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs between A and B.
+    """Difference of a tensor between A and B.
 
     Attributes:
         step, pass_, name: the tensor; see `Event`. The pass `update` is the change of a weight in the step.
@@ -52,12 +52,12 @@ class Difference:
 
     @property
     def is_explained(self) -> bool:
-        """Whether rounding explains the difference."""
+        """True if rounding explains the difference."""
         return self.relative <= self.tolerance
 
     @property
     def is_checked(self) -> bool:
-        """Whether the tolerance is small enough to tell rounding from a lost tensor."""
+        """True if the tolerance is small enough to tell rounding from a lost tensor."""
         return self.tolerance <= _VACUOUS or self.relative <= _EXACT or not self.is_explained
 
     def __str__(self) -> str:

@@ -222,7 +222,7 @@ def _mixed(counter: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of a tensor in a step.
+    """Digest of one rank's elements of a tensor in a step.
 
     Attributes:
         rank: the rank.
@@ -282,7 +282,7 @@ class Digest:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the tensor has neither NaN nor infinite values."""
+        """True if the tensor has neither NaN nor infinite values."""
         return bool(np.isfinite(self.values[:SQUARES]).all())
 
     def changes(self) -> list[tuple[Part, np.ndarray]]:

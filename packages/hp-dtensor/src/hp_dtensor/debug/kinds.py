@@ -54,7 +54,7 @@ class Pair:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether not both sides have NaN or infinite values, whose difference says nothing."""
+        """False if both sides have NaN or infinite values, whose difference says nothing."""
         return self.a.digest.is_finite or self.b.digest.is_finite
 
     def relative(self, *, replicas: bool = True) -> float:

@@ -225,7 +225,7 @@ def _padded(values: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _Local:
-    """What this rank has recorded of a tensor in a step: `Part` before it is gathered, with `values` on the device."""
+    """This rank's record of a tensor in a step: a `Part` before it is gathered, with `values` on the device."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -226,7 +226,7 @@ class SplitPoint(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PipeInfo:
-    """What `build_stage` needs of a `Pipe`.
+    """Facts about a `Pipe` that `build_stage` needs.
 
     Attributes:
         num_stages: number of stages.

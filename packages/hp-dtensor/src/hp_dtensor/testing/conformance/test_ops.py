@@ -412,7 +412,7 @@ def either_ops(hp_platform: Platform, request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2e-5), ("float16", 1e-3), ("bfloat16", 8e-3)])
 def test_small_results_of_sigmoid_and_silu(hp_platform: Platform, either_ops: Any, dtype: str, rounding: float) -> None:
-    """They are as precise as large ones."""
+    """Small results are as precise as large ones."""
     x = np.array([-30.0, -18.0, -12.0, -9.0, -4.0, 0.0, 9.0])
     x = x[3:] if dtype == "float16" else x  # its smallest normal number is 6e-5
     for name, expected in (("sigmoid", _sigmoid(x)), ("silu", x * _sigmoid(x))):

@@ -173,7 +173,7 @@ class DecoderOptions:
 
     @property
     def is_causal(self) -> bool:
-        """Whether no result depends on a later token, as generation of text requires."""
+        """True if no result depends on a later token, as generation of text requires."""
         return self.num_experts is None or self.routing != "expert_choice"
 
     @property
