@@ -45,7 +45,9 @@ def intercepting(platform: Platform, name: str, func: Function, adapt: Adapt | N
             local = {key: _local(platform, value) for key, value in kwargs.items()}
             return func(*(_local(platform, value) for value in args), **local)
         run, args, kwargs = (func, args, kwargs) if adapt is None else adapt(func, *args, **kwargs)
-        return dispatch(platform, name, intercepting(platform, name, run), args, kwargs)
+        # `dispatch` calls this function again, within `local_op`. Another one is wrapped for this call.
+        inner = operation if run is func else intercepting(platform, name, run)
+        return dispatch(platform, name, inner, args, kwargs)
 
     return operation
 
