@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import release
 import workspace
 from environments import SetupError
+from public_api import ListedNames, listed_names
 from release import next_version, range_problems
 from workspace import Version
 
@@ -98,9 +100,23 @@ sys.exit(release.main(sys.argv[1:]))
 """
 
 
+def _undo_releases(package):
+    """Make a package's folder that of 0.1.0 before its release, with today's sources."""
+    shutil.rmtree(package / "changes", ignore_errors=True)
+    project = package / "pyproject.toml"
+    text = re.sub(r'^version = ".+"$', 'version = "0.1.0"', project.read_text(), count=1, flags=re.MULTILINE)
+    project.write_text(re.sub(r'"(hp-[a-z-]+(?:\[.+?\])?)>=[^"]+"', r'"\1>=0.1,<0.2"', text))
+    head, mark, _ = (package / "CHANGELOG.md").read_text().partition("<!-- releases -->\n")
+    (package / "CHANGELOG.md").write_text(f"{head}{mark}\n## 0.1.0 (unreleased)\n\nThe first release.\n")
+    if (package / "api.toml").is_file():
+        listed = listed_names(package)
+        first = ListedNames(dict.fromkeys(listed.since, "0.1.0"), listed.experimental)
+        (package / "api.toml").write_text(first.as_toml())
+
+
 @pytest.fixture
 def clone(tmp_path, root):
-    """A clone of the repository with today's files committed, and a function that runs the release command in it."""
+    """A clone in which nothing has been released, with today's sources, and a function that runs the command in it."""
     folder = tmp_path / "clone"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run([*git, "clone", "--quiet", "--shared", "--no-tags", root, folder], check=True)
@@ -108,8 +124,8 @@ def clone(tmp_path, root):
         shutil.copytree(
             root / name, folder / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "dist")
         )
-    for changes in folder.glob("packages/*/changes"):
-        shutil.rmtree(changes)
+    for package in sorted((folder / "packages").iterdir()):
+        _undo_releases(package)
     for key, value in (("user.name", "a"), ("user.email", "a@example.org")):
         subprocess.run(["git", "config", key, value], cwd=folder, check=True)
 

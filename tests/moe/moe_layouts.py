@@ -35,8 +35,8 @@ from hp_moe import (
     ReplicatingDispatcher,
     TensorParallel,
     TwoLevelDispatcher,
-    place_copies_of_experts,
     update_expert_bias,
+    update_expert_copies,
 )
 from hp_moe.expert_parallel import ReplicatedExperts
 
@@ -202,7 +202,7 @@ def train(
             platform.set_grad(p, None)
         loads = update_expert_bias(layer)
         result.metrics.extend(loads.values())
-        result.placements.extend(place_copies_of_experts(layer, loads).values())
+        result.placements.extend(update_expert_copies(layer, loads).values())
     result.weights = {name: _full(platform, p) for name, p in platform.named_parameters(layer)}
     result.bias = None if layer.expert_bias is None else platform.to_numpy(layer.expert_bias).copy()
     return result

@@ -31,6 +31,7 @@ from hp_moe import (
     return_experts,
     set_expert_placement,
     update_expert_bias,
+    update_expert_copies,
 )
 
 DIM, EXPERTS, STEPS = 4, 6, 4
@@ -124,7 +125,7 @@ def steps_with_momentum(style, shape=(1,), names=("ep",), moving=True, copying=F
         loads = update_expert_bias(layer)
         if moving and step < STEPS - 1:
             placements.extend(move_experts(layer, loads, lambda p: [momenta[id(p)]], min_gain=0.0).values())
-            copies.extend(place_copies_of_experts(layer, loads).values() if copying else [])
+            copies.extend(update_expert_copies(layer, loads).values() if copying else [])
     assert not copying or any(any(each) for each in copies)
     if moving:
         away = full_value(platform, layer.experts.w1)
@@ -404,9 +405,22 @@ def test_experts_move_without_room_for_copies(platform):
         _, layer, _ = made(style, (2,), ("ep",))
         loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
         assert move_experts(layer, loads, lambda p: []) == {"": (3, 1, 2, 0, 4, 5)}
-        assert place_copies_of_experts(layer, loads) == {"": ((), ())}
+        assert update_expert_copies(layer, loads) == {"": ((), ())}
 
     run_ranks(rank, 2, platform)
+
+
+def test_the_former_name_of_update_expert_copies_warns(platform):
+    loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
+
+    def rank():
+        _, layer, _ = made(ExpertParallel(COPYING), (2,), ("ep",))
+        return update_expert_copies(layer, loads), place_copies_of_experts(layer, loads)
+
+    # Outside of the ranks' threads, as the list of warnings is the process's.
+    with pytest.warns(FutureWarning, match="removed in 0.3.0: use `update_expert_copies`"):
+        results = run_ranks(rank, 2, platform)
+    assert all(new == old and any(new[""]) for new, old in results)
 
 
 def test_own_experts_move_and_have_copies_too(platform):
@@ -417,7 +431,7 @@ def test_own_experts_move_and_have_copies_too(platform):
         return platform.to_numpy(platform.detach(layer(platform.from_numpy(x)))).copy()
 
     def copy(layer, loads):
-        assert any(place_copies_of_experts(layer, loads)[""])
+        assert any(update_expert_copies(layer, loads)[""])
 
     still = run_ranks(functools.partial(rank, ExpertParallel(), lambda layer, loads: None), 2, platform)
     for change in (copy, lambda layer, loads: move_experts(layer, loads, lambda p: [])):

@@ -35,7 +35,13 @@ from hp_moe.expert_parallel import (
 from hp_moe.experts import ExpertWeights, FusedExperts, GroupedExperts, has_fused_experts
 from hp_moe.feed_forward import Activation, FeedForward, clamped_swiglu
 from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
-from hp_moe.load_balance import LoadMetrics, moe_layers, place_copies_of_experts, update_expert_bias
+from hp_moe.load_balance import (
+    LoadMetrics,
+    moe_layers,
+    place_copies_of_experts,
+    update_expert_bias,
+    update_expert_copies,
+)
 from hp_moe.losses import AuxLosses
 from hp_moe.moe import MoE
 from hp_moe.relocation import expert_placement, move_experts, return_experts, set_expert_placement
@@ -106,4 +112,5 @@ __all__ = [
     "to_huggingface",
     "upcycle",
     "update_expert_bias",
+    "update_expert_copies",
 ]

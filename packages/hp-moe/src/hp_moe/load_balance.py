@@ -10,6 +10,7 @@ import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
+from hp_dtensor.deprecation import deprecated
 from hp_moe.dispatch import ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.experts import dispatcher_of
@@ -134,7 +135,7 @@ def update_expert_bias(model: Any) -> dict[str, LoadMetrics]:
     return dict(zip(layers, metrics, strict=True))
 
 
-def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, CopyPlacement]:
+def update_expert_copies(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, CopyPlacement]:
     """Place the copies of experts of every layer with a `ReplicatingDispatcher` where they reduce the peak load most.
 
     Call it between steps with the result of `update_expert_bias`. Every rank computes the same placement.
@@ -147,7 +148,7 @@ def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dic
         >>> with nn.building(platform):
         ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
         >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
-        >>> place_copies_of_experts(model, update_expert_bias(model))  # all experts are on this rank
+        >>> update_expert_copies(model, update_expert_bias(model))  # all experts are on this rank
         {}
     """
     placed = {}
@@ -156,6 +157,12 @@ def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dic
         if isinstance(dispatcher, ReplicatingDispatcher) and loads[name].tokens:
             placed[name] = dispatcher.place_copies(loads[name].loads)
     return placed
+
+
+@deprecated(since="0.2.0", removal="0.3.0", instead="`update_expert_copies`")
+def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, CopyPlacement]:
+    """Call `update_expert_copies`, which is the name of this function from 0.2.0 on."""
+    return update_expert_copies(model, loads)
 
 
 def _write(layer: MoE, buffer: str, value: numpy.ndarray) -> None:
