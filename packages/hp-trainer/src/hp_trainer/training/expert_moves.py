@@ -10,9 +10,9 @@ from hp_moe import (
     LoadMetrics,
     expert_placement,
     move_experts,
-    place_copies_of_experts,
     return_experts,
     set_expert_placement,
+    update_expert_copies,
 )
 from hp_trainer.exceptions import ParallelDimsError, Problem
 from hp_trainer.optimizers import set_state
@@ -62,7 +62,7 @@ class ExpertMoves:
             counted = {name: LoadMetrics.of(each) for name, each in self._loads.items()}
             states = self._states()
             move_experts(self._model, counted, states, after_layer=states.take_over)
-            place_copies_of_experts(self._model, counted)
+            update_expert_copies(self._model, counted)
             self._loads.clear()
 
     def reset(self) -> None:

@@ -18,7 +18,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.tensor.conversions import to_full
 from hp_dtensor.tensor.init import Constant, Distribution, Normal, Uniform
-from hp_moe import LoadMetrics, place_copies_of_experts, update_expert_bias
+from hp_moe import LoadMetrics, update_expert_bias, update_expert_copies
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.metrics.tracker import EXPERT_LOAD
 from hp_trainer.models.base import ModelPart
@@ -220,7 +220,7 @@ class Decoder(nn.Module):
             # With adapters, routers are frozen.
             return {}
         self.expert_loads = loads = update_expert_bias(self)
-        place_copies_of_experts(self, loads)
+        update_expert_copies(self, loads)
         if all_gather_object is not None:
             stages = all_gather_object({name: asdict(load) for name, load in loads.items()})
             # The mesh of one stage has the loads of its own blocks only; names are unique over stages.
