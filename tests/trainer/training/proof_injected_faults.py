@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from injected_faults import EP, REPLICAS, Fault, find, is_placed, on_gradient, reference, stale, to_bfloat16
+from injected_faults import EP, REPLICAS, Fault, is_placed, on_gradient, record, reference, stale, to_bfloat16
 from training_runs import Lab
 
+from hp_dtensor.debug import compare
 from hp_dtensor.testing.pytest_plugin import chosen
 
 PARAMETERS = (
@@ -52,7 +53,7 @@ def test_faults_are_named_with_their_kinds(lab: Lab, hp_share: Any, count_cases:
     selected = chosen(list(cases()), share=hp_share)
     misplaced, other_kind = [], []
     for number, (name, fault) in enumerate(selected):
-        found = find(lab, f"run-{number}", fault, expected)
+        found = compare(expected, record(lab, f"run-{number}", fault))
         if not is_placed(fault, found):
             misplaced.append(f"{name}: {found.first}")
         elif found.kind is None or found.kind.name not in fault.kinds:
