@@ -78,6 +78,10 @@ def _train(run: RunFolder, platform: Any, inject: Inject | None) -> None:
     trainer.run()
 
 
+def nothing(trainer: Trainer, rank: int) -> None:
+    """No fault: a layout alone."""
+
+
 # Gradients ------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +203,12 @@ def attribute(name: str, attribute: str, value: Any) -> Inject:
             setattr(found, attribute, value)
 
     return inject
+
+
+def loss_of_a_rank(trainer: Trainer, rank: int) -> None:
+    """The loss that is reported is divided by the ranks once more."""
+    agree = trainer._step.agree
+    trainer._step.agree = lambda loss, stop: agree(trainer.setup.platform.ops.div(loss, 2.0), stop)
 
 
 # Weights and updates --------------------------------------------------------------------------------------
@@ -340,6 +350,7 @@ FAULTS: dict[str, Fault] = {
     "epsilon of a norm": Fault(
         attribute("layers.1.ffn_norm", "eps", 1e-4), "forward", ("layers.1.ffn_norm",), ("formula", "factor"), TWO, 2
     ),
+    "loss of a rank": Fault(loss_of_a_rank, "loss", ("mean loss",), ("factor",), TWO, 2),
     "epsilon of the optimizer": Fault(optimizer_epsilon, "update", (FIRST,), ("formula", "values"), TWO, 2),
     "dropped router bias": Fault(no_bias_update, "update", ("layers.1.moe.expert_bias",), ("lost",), TWO, 2),
     "experts exchanged": Fault(

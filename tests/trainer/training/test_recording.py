@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from injected_faults import FAULTS, RECORDED, is_placed, record, reference
+from injected_faults import EP, FAULTS, RECORDED, Fault, is_placed, nothing, record, reference
 from training_runs import FOUR_RANKS, Lab, losses, tensors, train_rank
 
 from hp_dtensor.debug import Recording, compare
@@ -62,8 +62,24 @@ def test_micro_batches_and_recomputation_differ_by_rounding_only(lab: Lab, refer
     }.items():
         found = compare(references(), record(lab, name, **settings))
         assert found.verdict != "different", str(found)
-        # A router's numbers of tokens and its loss have no rows.
-        assert all("layers.1.moe.router[" in note for note in found.notes)
+        assert not found.notes
+
+
+def test_losses_of_experts_are_compared(lab: Lab, references: Any) -> None:
+    losses = {"model__router_z_loss": 1e-3, "model__sequence_aux_loss": 1e-3}
+    fault = Fault(nothing, "loss", (), (), EP, 2, losses)
+    expected = references(**losses)
+    for verdict, found in {
+        "equal": compare(expected, record(lab, "same losses", **losses)),
+        "within rounding": compare(expected, record(lab, "losses on ranks", fault)),
+    }.items():
+        assert found.verdict == verdict, str(found)
+        assert [each.name for each in found.differences if (each.step, each.pass_) == (1, "loss")] == [
+            "mean loss",
+            "token counts of layers.1.moe",
+            "sequence loss of layers.1.moe",
+            "z loss of layers.1.moe",
+        ]
 
 
 def test_recording_changes_no_bit(lab: Lab) -> None:

@@ -128,6 +128,8 @@ class Comparison:
 
 def described(pass_: str, name: str) -> str:
     """Return a tensor in words."""
+    if pass_ == "loss":
+        return name
     words = {"forward": "forward of", "backward": "gradient of the output of", "gradient": "gradient of"}
     return f"{words.get(pass_, f'{pass_} of')} {name}"
 

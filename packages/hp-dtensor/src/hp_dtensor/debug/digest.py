@@ -99,7 +99,7 @@ class Digester:
         # float64 where the device has fast enough units for it; elsewhere errors of float32 sums are part of a digest.
         wide = "float64" if platform.device_types[0] in ("cpu", "cuda") else "float32"
         self._dtype = platform.dtype(wide)
-        self._host_dtype = np.dtype(wide)
+        self.host_dtype = np.dtype(wide)
         self._chunk = _CHUNK.get(platform.device_types[0], _CHUNK_OF_DEVICES)
         self._vectors: dict[Hashable, tuple[Tensor, ...]] = {}
 
@@ -155,7 +155,7 @@ class Digester:
                 self._vectors.clear()
             arrays = _vectors(region)
             self._vectors[key] = tuple(
-                self._platform.from_numpy(np.ascontiguousarray(each, self._host_dtype), device) for each in arrays
+                self._platform.from_numpy(np.ascontiguousarray(each, self.host_dtype), device) for each in arrays
             )
         return self._vectors[key]
 

@@ -39,7 +39,7 @@ Module = Any
 
 FORMAT = 1
 # In the order in which a step computes them.
-PASSES = ("forward", "backward", "gradient", "state", "weights")
+PASSES = ("forward", "loss", "backward", "gradient", "state", "weights")
 
 
 # Name of the output of the model itself.
@@ -92,8 +92,8 @@ class Event:
     """A recorded tensor of a step.
 
     Attributes:
-        pass_: one of `PASSES`; `forward` and `backward` are the output of a module and its gradient, the others belong
-            to a parameter.
+        pass_: one of `PASSES`; `forward` and `backward` are the output of a module and its gradient, `loss` is a number
+            of the global batch, the others belong to a parameter.
         name: the module or parameter, in the unsharded model; `name[i]` is one of several outputs, and a state of an
             optimizer is `parameter.slot`.
         dtype: name of its dtype.
@@ -338,6 +338,16 @@ class Recorder:
             for slot, tensor in slots.items():
                 self._record("state", f"{self._rename(name)}.{slot}", tensor, of_parameter=True)
 
+    def losses(self, values: Mapping[str, float | Sequence[float]]) -> None:
+        """Record numbers of the step that every rank has, such as the mean loss of the global batch, by name."""
+        device = next((self.platform.device_of(each.values) for each in self._found.values()), None)
+        for name, value in values.items():
+            x = np.asarray(value, self._digester.host_dtype)
+            region = Region.of(x.shape, [np.arange(size) for size in x.shape])
+            digest = self._digester.local(self.platform.from_numpy(x, device), region)
+            at = time.monotonic() - self._start
+            self._found["loss", name] = _Local(x.shape, x.dtype.name, 0, at, digest, region.key, region.numel)
+
     def weights(self) -> None:
         """Record the parameters as they are now."""
         named = [*self.platform.named_parameters(self._module)]
@@ -386,7 +396,8 @@ class Recorder:
         platform = self.platform
         placed = self._placed(x, of_parameter)
         if placed is None:
-            if isinstance(x, platform.Tensor):
+            # Of integers, such as the experts that a router selects, nothing is recorded anywhere.
+            if isinstance(x, platform.Tensor) and platform.is_floating(x.dtype):
                 self.unplaced.add(name)
             return
         local, region, summand = placed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from hp_dtensor.debug import Comparison, Recorder, Recording, Rows, compare
 from hp_dtensor.debug.recording import append
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.parallel.attention import SequenceSharding
+from hp_moe import LoadMetrics
 from hp_trainer._coordination import coordinator
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.run import RunFolder
@@ -123,6 +124,18 @@ class StepRecorder:
     def states(self) -> None:
         """Record the optimizer's states after an update."""
         self._recorder.states(self._setup.optimizer.state())
+
+    def losses(self, loss: float, experts: Mapping[str, LoadMetrics]) -> None:
+        """Record the mean loss of the global batch, and the auxiliary losses and token counts of layers with experts.
+
+        Args:
+            experts: of this step, by the layer's name, over all ranks.
+        """
+        values: dict[str, float | tuple[int, ...]] = {"mean loss": loss}
+        for layer, metrics in experts.items():
+            values[f"token counts of {layer}"] = metrics.loads
+            values |= {f"{name} loss of {layer}": value for name, value in metrics.aux_losses.items()}
+        self._recorder.losses(values)
 
     def _compare(self, number: int) -> None:
         """Compare a step with the reference, on rank 0.

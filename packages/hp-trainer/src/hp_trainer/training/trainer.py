@@ -174,8 +174,11 @@ class Trainer:
                 self._corruption.compare_replicas(step)
             # Expert biases are part of the update: a discarded step must not change them.
             metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
+            loads = getattr(self.setup.model, "expert_loads", {}) if updated else {}
+            if self._step.recorder is not None:
+                self._step.recorder.losses(loss, loads)
             if updated:
-                self._expert_moves.after_step(step, getattr(self.setup.model, "expert_loads", {}))
+                self._expert_moves.after_step(step, loads)
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         if verdict is not GO_ON:
