@@ -37,9 +37,9 @@ nox.options.sessions = [
     "floors",
 ]
 # Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
-# `bench` measures, `proof` and `compatibility` take hours, `chaos` takes the minutes it is given, `accelerator` needs
-# one, `engines` starts Ray and Slurm for minutes, `release` prepares releases, `lock` creates every environment again
-# from the newest releases.
+# `bench` measures, `floor_tests` takes minutes, `proof` and `compatibility` hours, `chaos` the minutes it is given,
+# `accelerator` needs one, `engines` starts Ray and Slurm for minutes, `release` prepares releases, `lock` creates every
+# environment again from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 # One more than cores, as some tests only wait for processes. Each worker imports a framework.
@@ -319,15 +319,27 @@ def check_subset(
     return run(session, python, "-I", "tools/check_subset.py", *workspace.closure(wanted), silent=True)
 
 
-@session
-def floors(session: nox.Session) -> None:
-    """Test each package with its siblings at the oldest allowed versions, unless `subsets` does: they are current."""
+def floor_wheels(session: nox.Session) -> dict[str, dict[str, Path]]:
+    """Return the wheels of the oldest siblings that each package allows, if one of them is older than the sources."""
+    if not any(map(workspace.last_release, workspace.PACKAGES)):
+        session.warn("this clone has no tags of releases, so older siblings are not tested: git fetch --tags")
+        return {}
     current = workspace.wheels("standard")
     oldest = {name: workspace.floor_wheels(name) for name, package in workspace.packages().items() if package.siblings}
-    older = {name: wheels for name, wheels in oldest.items() if not wheels.items() <= current.items()}
-    cases = [(f"floor-{name}", (name,), wheels) for name, wheels in older.items()]
+    return {name: wheels for name, wheels in oldest.items() if not wheels.items() <= current.items()}
+
+
+@session
+def floors(session: nox.Session) -> None:
+    """Import and start each package with its siblings at the oldest allowed versions, if these are not current."""
+    cases = [(f"floor-{name}", (name,), wheels) for name, wheels in floor_wheels(session).items()]
     at_once(functools.partial(check_subset, session), cases)
-    for name, wheels in older.items():
+
+
+@session
+def floor_tests(session: nox.Session) -> None:
+    """Run the own tests of each package with its siblings at the oldest allowed versions, if these are not current."""
+    for name, wheels in floor_wheels(session).items():
         siblings, others = workspace.test_requirements(name)
         python = workspace.released(f"floor-tests-{name}", (name, *siblings), wheels, (*others, *TEST_TOOLS))
         pytest(session, python, f"packages/{name}/tests")
