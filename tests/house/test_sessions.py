@@ -14,6 +14,7 @@ NOT_BY_DEFAULT = {
     "bench",
     "compatibility",
     "engines",
+    "floor_tests",
     "lock",
     "loss_parity",
     "main",
