@@ -9,7 +9,7 @@ import pytest
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import from_environment, is_launched, rank_environment
-from hp_dtensor.launch.environment import first_host
+from hp_dtensor.launch.environment import first_host, launched_local_rank
 
 TORCHRUN = {
     "RANK": "5",
@@ -67,6 +67,14 @@ def test_a_ranks_place_in_the_job(launcher, variables, local_size, address):
     found = rank_environment(variables)
     assert (found.launcher, found.rank, found.size, found.local_rank) == (launcher, 5, 8, 1)
     assert (found.local_size, found.address, found.is_scheduler) == (local_size, address, False)
+
+
+@pytest.mark.parametrize("variables", [TORCHRUN, MSRUN, SLURM])
+def test_the_local_rank_is_known_before_the_address(environ, variables):
+    environ({name: value for name, value in variables.items() if "ADDR" not in name and "PORT" not in name})
+    assert launched_local_rank() == 1
+    environ({})
+    assert launched_local_rank() == 0
 
 
 @pytest.mark.parametrize(

@@ -83,13 +83,13 @@ def test_a_program_that_has_computed_already_may_go_on_with_the_platform():
 
 
 def test_a_program_that_has_computed_on_another_device_is_refused(monkeypatch):
-    def refuse(target):
+    def refuse(target, index):
         raise RuntimeError("The runtime has been initialized")
 
     monkeypatch.setattr(ms, "set_device", refuse)
     monkeypatch.setattr(ms, "get_context", lambda name: "Ascend")
     monkeypatch.setenv("HP_DEVICE", "cpu")
-    with pytest.raises(PlatformError, match=r"MindSpore already runs on Ascend, not on CPU.*set HP_DEVICE=npu"):
+    with pytest.raises(PlatformError, match=r"already runs on device 0 of Ascend, not on 0 of CPU.*set HP_DEVICE=npu"):
         choose_device()
 
 

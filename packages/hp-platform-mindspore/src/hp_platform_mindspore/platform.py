@@ -33,7 +33,7 @@ from hp_dtensor.platform.interface import Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_autograd_reaches, plain_backward_arguments
 from hp_dtensor.tensor.redistribution import shortcut_views, with_shortcuts
-from hp_platform_mindspore.ops.namespace import FOUND, Operations, build_functions, build_ops
+from hp_platform_mindspore.ops.namespace import FOUND, Operations, build_functions, build_ops, fits_flash_attention
 from hp_platform_mindspore.ops.primitive_names import names_of, primitives_of
 from hp_platform_mindspore.ops.primitives import call_primitive
 from hp_platform_mindspore.patches import table
@@ -396,6 +396,9 @@ class MindSporePlatform(MindSporeBase):
 
     def synchronize(self) -> None:
         ms.runtime.synchronize()
+
+    def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
+        return self.capabilities.native_operations and fits_flash_attention(query, value, value)
 
     # Processes -------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.launch.environment import device_index, launched_local_rank
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
 
 WITHOUT_BOOL = tuple(name for name in DTYPE_NAMES if name != "bool")
@@ -77,6 +78,8 @@ ASCEND = Capabilities(
 def choose_device() -> Capabilities:
     """Set MindSpore's device to an Ascend if there is one, else to the CPU, within what `HP_DEVICE` allows.
 
+    Each rank of a launcher uses the Ascend of its local rank; a process without a launcher uses the first.
+
     Raises:
         PlatformError: `HP_DEVICE` names a device that MindSpore cannot use here, or operations have run on another one.
     """
@@ -89,24 +92,39 @@ def choose_device() -> Capabilities:
         raise PlatformError(f"HP_DEVICE is {wanted!r}, but mindspore can use here only: {', '.join(usable)}")
     capabilities = usable[wanted]
     # Before any operation: MindSpore fixes its device at the first one.
-    _set_device(capabilities.target)
     if capabilities is CPU:
+        _set_device(capabilities.target, 0)
         # On CPU asynchronous launches are slower, and a failing kernel corrupts the interpreter: its C++ exception
         # passes through Python frames.
         ms.runtime.launch_blocking()
+    else:
+        use_ascend(launched_local_rank())
     return capabilities
 
 
-def _set_device(target: str) -> None:
-    used = ms.get_context("device_target")  # set_device changes it even if it fails
+def use_ascend(local_rank: int) -> None:
+    """Let this process use the Ascend of a local rank.
+
+    Raises:
+        PlatformError: there is no device for this rank, or the process already uses another one.
+    """
+    _set_device(ASCEND.target, device_index(local_rank, ms.device_context.ascend.device_count()))
+
+
+def _set_device(target: str, index: int) -> None:
+    # `set_device` changes the target even if it fails.
+    used = ms.get_context("device_target"), ms.get_current_device().device_id
     try:
-        ms.set_device(target)
+        ms.set_device(target, index)
     except RuntimeError as error:
-        # MindSpore refuses any choice once an operation has run or a device id was set. The same device is fine.
-        if used != target:
+        # MindSpore refuses any choice once an operation has run, and another one after the first. The same is fine.
+        if used != (target, index):
+            environment = f"HP_DEVICE={used[0].lower().replace('ascend', 'npu')}"
+            if used[0] == target:
+                environment = f"LOCAL_RANK={index} in the environment of the process"
             raise PlatformError(
-                f"MindSpore already runs on {used}, not on {target}; call hp_dtensor.get_platform('mindspore') "
-                f"before the first operation, or set HP_DEVICE={used.lower().replace('ascend', 'npu')}"
+                f"MindSpore already runs on device {used[1]} of {used[0]}, not on {index} of {target}; call "
+                f"hp_dtensor.get_platform('mindspore') before the first operation, or set {environment}"
             ) from error
 
 

@@ -15,8 +15,7 @@ from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.launch.environment import device_index
-from hp_platform_mindspore.platform_base import MindSporeBase
+from hp_platform_mindspore.platform_base import MindSporeBase, use_ascend
 from hp_platform_mindspore.process_groups import HostGroup, NativeGroup
 from hp_platform_mindspore.tensor.memory import share
 
@@ -81,14 +80,14 @@ def _join(platform: MindSporeBase, rank: int, size: int, address: str, timeout_s
 def _connect(platform: MindSporeBase, point: MeetingPoint, ip: str, local_rank: int) -> None:
     rank, size, timeout = point.rank, point.size, timedelta(seconds=point.timeout_seconds)
     if platform.capabilities.native_collectives:
-        device = device_index(local_rank, platform.num_accelerators())
+        # `init_process_group` ignores its argument device_id: without this, all ranks of a machine would use device 0.
+        use_ascend(local_rank)
         dist.init_process_group(
             "hccl",
             init_method=f"tcp://{ip}:{point.port}",
             timeout=timeout,
             world_size=size,
             rank=rank,
-            device_id=device,
         )
         return
     # Read by MCCL when it is initialized, so it is set before.

@@ -49,6 +49,16 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     return None if launcher is None else _READERS[launcher](_Variables(launcher, environ))
 
 
+def launched_local_rank() -> int:
+    """Return this process's rank within its machine as its launcher has set it, or 0 without a launcher.
+
+    Ranks of `launch` know it before the address of the rendezvous, which `rank_environment` requires.
+    """
+    launcher = _launcher(os.environ)
+    # A value that is not a number is reported when the rank joins.
+    return 0 if launcher is None else _Variables(launcher, os.environ).number(_LOCAL_RANKS[launcher], 0)
+
+
 def from_environment(platform: Platform | str | None = None, timeout_seconds: float = 300.0) -> World:
     """Join the job of this process's launcher and return its world. Further calls return the same world.
 
@@ -100,6 +110,7 @@ def device_index(local_rank: int, num_devices: int) -> int:
     )
 
 
+_LOCAL_RANKS = {"torchrun": "LOCAL_RANK", "msrun": "DEVICE_ID", "slurm": "SLURM_LOCALID"}
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
 
@@ -169,7 +180,7 @@ def _torchrun(variables: _Variables) -> RankEnvironment:
             "torchrun",
             rank=variables.number("RANK"),
             size=variables.number("WORLD_SIZE"),
-            local_rank=variables.number("LOCAL_RANK", 0),
+            local_rank=variables.number(_LOCAL_RANKS["torchrun"], 0),
             local_size=variables.number("LOCAL_WORLD_SIZE", 1),
             address=f"{host}:{port}",
         )
@@ -185,7 +196,7 @@ def _msrun(variables: _Variables) -> RankEnvironment:
             "msrun",
             rank=0 if is_scheduler else variables.number("MS_NODE_ID", advice=advice),
             size=variables.number("MS_WORKER_NUM"),
-            local_rank=variables.number("DEVICE_ID", 0),
+            local_rank=variables.number(_LOCAL_RANKS["msrun"], 0),
             local_size=variables.number("MS_LOCAL_WORKER_NUM", 1),
             # The scheduler process exits in `from_environment`, which leaves its port to rank 0.
             address=f"{host}:{port}",
@@ -205,7 +216,7 @@ def _slurm(variables: _Variables) -> RankEnvironment:
             "slurm",
             rank=variables.number("SLURM_PROCID"),
             size=variables.number("SLURM_STEP_NUM_TASKS"),
-            local_rank=variables.number("SLURM_LOCALID"),
+            local_rank=variables.number(_LOCAL_RANKS["slurm"]),
             # Such as `4(x2),3`: 4 tasks on each of the first two nodes, 3 on the third.
             local_size=int(tasks.group()) if tasks is not None else 1,
             address=f"{host}:{port}",

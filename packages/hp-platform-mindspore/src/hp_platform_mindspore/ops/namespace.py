@@ -12,11 +12,13 @@ DTensors by the rules of these.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import mindspore as ms
+import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_dtensor.dispatch.operation import dispatch
@@ -25,7 +27,7 @@ from hp_dtensor.platform.interface import OP_NAMES
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.ops.cpu_kernels import images, reductions, scattering, shapes, table
+from hp_platform_mindspore.ops.cpu_kernels import images, products, reductions, scattering, shapes, table
 from hp_platform_mindspore.ops.cpu_kernels.creation import Generator, random_operations
 from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
 from hp_platform_mindspore.ops.cpu_kernels.shapes import tensor_split
@@ -45,6 +47,49 @@ def _native_topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted:
 def _native_sort(x: Tensor, dim: int = -1, descending: bool = False, stable: bool = False) -> tuple[Tensor, Tensor]:
     values, indices = mint.sort(x, dim=dim, descending=descending, stable=stable)
     return values, indices
+
+
+_FLASH_DTYPES = (ms.float16, ms.bfloat16)
+_FLASH_MASK_SIZE = 2048
+
+
+def fits_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `ops.flash_attention_score` takes these tensors, by its documentation."""
+    width = query.shape[-1]
+    return (
+        query.dtype in _FLASH_DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and key.shape[-1] == value.shape[-1] == width
+        and width % 16 == 0
+        and 0 < width <= 512
+        and query.size > 0
+        and key.size > 0
+    )
+
+
+def _native_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, enable_gqa: bool = False
+) -> Tensor:
+    """Attend by CANN's fused kernel, which shares key heads by itself, or by matrix products where it does not fit."""
+    if not fits_flash_attention(query, key, value):
+        return products.scaled_dot_product_attention(query, key, value, is_causal, enable_gqa)
+    # Query i sees the keys up to i (leftUpCausal), with the mask of fixed size that this mode requires.
+    causal = {"attn_mask": _flash_mask(), "sparse_mode": 2} if is_causal else {}
+    return ops.flash_attention_score(
+        query,
+        key,
+        value,
+        query.shape[1],
+        scalar_value=1.0 / math.sqrt(query.shape[-1]),
+        input_layout="BNSD",
+        **causal,
+    )
+
+
+@functools.cache
+def _flash_mask() -> Tensor:
+    """Return the mask of causal modes: True above the diagonal, where keys are discarded."""
+    return Tensor(np.triu(np.ones((_FLASH_MASK_SIZE, _FLASH_MASK_SIZE), np.bool_), 1))
 
 
 _OWN = """
@@ -80,6 +125,7 @@ NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
     "argsort": lambda x, dim=-1, stable=True, descending=False: _native_sort(x, dim, descending, stable)[1],
     "bincount": lambda x, minlength: mint.bincount(x, minlength=minlength),
     "one_hot": F.one_hot,
+    "scaled_dot_product_attention": _native_attention,
 }
 """Kernels for Ascend by canonical name; `ops.cpu_kernels.table.KERNELS` are those for CPU."""
 
