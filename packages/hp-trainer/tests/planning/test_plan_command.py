@@ -162,7 +162,10 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
     [
         (("--world-size=0",), "'--world-size': 0 is not in the range 1<=x<=10000000"),
         (("--world-size=many",), "'many' is not a valid integer"),
-        (("--world-size=8", "--device=H10"), "device 'H10' is unknown; expected one of H100, H200, A100, 910B, cpu"),
+        (
+            ("--world-size=8", "--device=H10"),
+            "device 'H10' is unknown; expected one of H100, H100-96GB, H200, H800, A100, 910B, cpu",
+        ),
         (("--world-size=8", "--device-memory=80"), "'--device-memory': expected a size above 0 with its unit"),
         (("--world-size=8", "--device-memory=1B"), "'--device-memory': 1B is too small"),
         (("--world-size=8", "--parallel.tp=3"), "try"),

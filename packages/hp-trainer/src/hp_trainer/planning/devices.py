@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import field, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,12 +39,23 @@ def _bytes(value: Any) -> Any:
 
 # YAML reads 989e12 as text, which pydantic converts.
 _Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-_Dtype = Literal["float32", "bfloat16", "float16"]
+_Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
+_Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+_Dtype = Literal["float32", "bfloat16", "float16", "float8"]
+_Hidden = Literal["weights", "tp", "cp", "ep"]
+# Computation hides gathers of weights and reductions of gradients, hops of a ring, and chunks of tokens for experts.
+_HIDDEN_BY: dict[str, _Hidden] = {
+    "all_gather": "weights",
+    "reduce_scatter": "weights",
+    "all_reduce": "weights",
+    "exchange": "cp",
+    "all_to_all": "ep",
+}
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Device:
-    """Rates of one device and of its links.
+    """Rates of one device and of its links. `devices.yaml` has those of known ones, with their sources.
 
     Attributes:
         name: shown to people.
@@ -53,7 +67,17 @@ class Device:
         outer_bandwidth: bytes per second that a rank sends to other nodes.
         inner_latency, outer_latency: least seconds of a collective within a node, and across nodes.
         host_bandwidth: bytes per second between the device and its host, each way (16 lanes of PCIe 4 by default).
-        efficiency: share of `flops` that products in training reach.
+        efficiency: share of `flops` that large products reach. Smaller ones also wait for their operands.
+        attention_efficiency: share of `flops` that fused attention reaches, of the operations that a causal mask lets
+            through.
+        ring_efficiency: share of that which attention reaches if `cp` ranks compute it block by block.
+        link_efficiency: share of the links' bandwidth that collectives reach.
+        traffic, compiled_traffic: bytes that cheap operations read and write for each byte that autograd saves.
+        operation_seconds: seconds that an operation takes at least.
+        forward_seconds: seconds of a micro-batch beyond its operations.
+        hidden: share of the time of collectives that computation hides, by what they are for.
+        products_dtype: dtype of the products of linear modules, if it is another than the run's, such as `float8`.
+        processors: ranks of a node that compute at these rates at the same time; more share them. None: all do.
         is_host: the device is a CPU.
     """
 
@@ -68,6 +92,16 @@ class Device:
     outer_latency: _Positive = 3e-5
     host_bandwidth: _Positive = 25e9
     efficiency: Annotated[_Positive, Field(le=1)] = 0.6
+    attention_efficiency: Annotated[_Positive, Field(le=1)] = 0.4
+    ring_efficiency: Annotated[_Positive, Field(le=1)] = 0.7
+    link_efficiency: Annotated[_Positive, Field(le=1)] = 0.8
+    traffic: _Positive = 8.0
+    compiled_traffic: _Positive = 4.0
+    operation_seconds: _Seconds = 3e-6
+    forward_seconds: _Seconds = 0.0
+    hidden: dict[_Hidden, _Share] = field(default_factory=lambda: {"weights": 0.9, "cp": 0.5}, hash=False)
+    products_dtype: _Dtype | None = None
+    processors: Annotated[int, BeforeValidator(_number), Field(ge=1)] | None = None
     is_host: StrictBool = False
 
     def links(self, collective: str, stride: int, size: int) -> Links:
@@ -77,7 +111,7 @@ class Device:
         """
         inside = min(size, max(1, self.ranks_per_node // stride))
         if inside == size:
-            return Links(self.inner_latency, self.inner_bandwidth)
+            return Links(self.inner_latency, self.inner_bandwidth * self.link_efficiency)
         if collective in _POINT_TO_POINT:
             # Each rank sends equal shares to all others, of which `inside - 1` are in its node.
             near = (inside - 1) / (size - 1)
@@ -85,27 +119,14 @@ class Device:
         else:
             # A ring enters and leaves each node once, so it can use the outer links of all its ranks of a node.
             bandwidth = min(self.inner_bandwidth, self.outer_bandwidth * inside)
-        return Links(self.outer_latency, bandwidth)
+        return Links(self.outer_latency, bandwidth * self.link_efficiency)
 
 
-# From the vendors' data sheets: dense rates, and one direction of the links. Nodes have eight devices with one network
-# card each, of 400 Gb/s (Hopper) or 200 Gb/s. float32 products are those of TF32 tensor cores where these exist.
-_KNOWN = {
-    name: Device(
-        name=name,
-        memory=memory,
-        flops={"bfloat16": half, "float16": half, "float32": single},
-        memory_bandwidth=memory_bandwidth,
-        inner_bandwidth=inner,
-        outer_bandwidth=outer,
-    )
-    for name, memory, half, single, memory_bandwidth, inner, outer in (
-        ("H100", 80 * 2**30, 989e12, 494e12, 3.35e12, 450e9, 50e9),
-        ("H200", 141e9, 989e12, 494e12, 4.8e12, 450e9, 50e9),
-        ("A100", 80 * 2**30, 312e12, 156e12, 2.04e12, 300e9, 25e9),
-        ("910B", 64 * 2**30, 376e12, 94e12, 1.6e12, 196e9, 25e9),
-    )
-}
+@functools.cache
+def known_devices() -> dict[str, Device]:
+    """Return the devices of `devices.yaml` by name, which states the source of each number."""
+    given = yaml.safe_load((files("hp_trainer.planning") / "devices.yaml").read_text())
+    return {name: TypeAdapter(Device).validate_python({"name": name, **each}) for name, each in given.items()}
 
 
 def find_device(name: str) -> Device:
@@ -114,11 +135,11 @@ def find_device(name: str) -> Device:
     Raises:
         PlanError: there is no such device or file, or fields of the file are missing, unknown or invalid.
     """
-    known = {each.lower(): each for each in (*_KNOWN, "cpu")}
+    known = {each.lower(): each for each in (*known_devices(), "cpu")}
     if name.lower() == "cpu":
         return measure_cpu()
     if name.lower() in known:
-        return _KNOWN[known[name.lower()]]
+        return known_devices()[known[name.lower()]]
     path = Path(name)
     if path.is_file():
         return _read(path)
@@ -126,7 +147,7 @@ def find_device(name: str) -> Device:
     hint = f" Did you mean {known[near[0]]}?" if near else ""
     raise PlanError(
         f"device {name!r} is unknown; expected one of {', '.join(known.values())}, or a YAML file with "
-        f"{', '.join(each.name for each in fields(Device))}.{hint}"
+        f"{_fields()}.{hint}"
     )
 
 
@@ -146,15 +167,20 @@ def measure_cpu() -> Device:
         # On CPUs, frameworks compute half precision in single precision.
         flops={"float32": rate, "bfloat16": rate, "float16": rate},
         memory_bandwidth=copied,
-        # All ranks of a measured CPU are on this machine.
+        # All ranks of a measured CPU are on this machine, and share its cores.
         ranks_per_node=1 << 30,
+        processors=1,
         # A message between processes is copied about four times.
         inner_bandwidth=copied / 4,
         outer_bandwidth=copied / 4,
         host_bandwidth=copied,
         inner_latency=1e-4,
         outer_latency=1e-4,
-        efficiency=0.5,
+        link_efficiency=1.0,
+        operation_seconds=1e-5,
+        forward_seconds=1e-3,
+        # Collectives need the cores that compute.
+        hidden={},
         is_host=True,
     )
 
@@ -169,17 +195,133 @@ def _best(run: Callable[[], Any]) -> float:
     return min(times)
 
 
+# Device files --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class MeasuredProduct:
+    """The time of one product of a (rows, inputs) by an (inputs, outputs) matrix, in a device file."""
+
+    dtype: _Dtype
+    rows: _Positive
+    inputs: _Positive
+    outputs: _Positive
+    seconds: _Positive
+
+    @property
+    def flops(self) -> float:
+        """Operations of the product."""
+        return 2 * self.rows * self.inputs * self.outputs
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of operands and result."""
+        elements = self.rows * (self.inputs + self.outputs) + self.inputs * self.outputs
+        return elements * (4 if self.dtype == "float32" else 1 if self.dtype == "float8" else 2)
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class MeasuredCollective:
+    """The time of one collective, in a device file.
+
+    Attributes:
+        ranks, nodes: ranks that take part, and the nodes that they are on.
+        bytes: bytes that one rank sends.
+        seconds: the collective alone.
+        product_seconds, both_seconds: a computation alone, and both at the same time; None: not measured.
+    """
+
+    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "send"]
+    ranks: Annotated[int, BeforeValidator(_number), Field(ge=2)]
+    nodes: Annotated[int, BeforeValidator(_number), Field(ge=1)] = 1
+    bytes: _Positive
+    seconds: _Positive
+    product_seconds: _Positive | None = None
+    both_seconds: _Positive | None = None
+
+    @property
+    def hidden(self) -> float | None:
+        """Share of the shorter of both that ran at the same time as the longer one; None: not measured."""
+        if self.product_seconds is None or self.both_seconds is None:
+            return None
+        saved = self.product_seconds + self.seconds - self.both_seconds
+        return min(1.0, max(0.0, saved / min(self.product_seconds, self.seconds)))
+
+
+def fit_products(products: Iterable[MeasuredProduct], memory_bandwidth: float) -> dict[str, Any]:
+    """Return the fields of `Device` with which measured products of several shapes take the measured times."""
+    by_dtype: dict[str, list[MeasuredProduct]] = {}
+    for each in products:
+        by_dtype.setdefault(each.dtype, []).append(each)
+    fitted = {
+        dtype: _line([(x.flops, x.seconds - min(x.bytes / memory_bandwidth, x.seconds / 2)) for x in of_dtype])
+        for dtype, of_dtype in by_dtype.items()
+    }
+    operation = min((least for least, _ in fitted.values()), default=0.0)
+    rates = {dtype: 1 / each for dtype, (_, each) in fitted.items()}
+    return {"flops": rates, "operation_seconds": operation, "efficiency": 1.0} if rates else {}
+
+
+def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]:
+    """Return the fields of `Device` with which measured collectives of several sizes take the measured times."""
+    every = list(collectives)
+    found: dict[str, Any] = {"link_efficiency": 1.0} if every else {}
+    for where, chosen in (("inner", [x for x in every if x.nodes == 1]), ("outer", [x for x in every if x.nodes > 1])):
+        if chosen:
+            latency, second_per_byte = _line([(x.bytes, x.seconds) for x in chosen])
+            found |= {f"{where}_latency": max(latency, 1e-9), f"{where}_bandwidth": 1 / second_per_byte}
+    if "outer_bandwidth" not in found and "inner_bandwidth" in found:
+        # One node was measured, and no others are known.
+        found |= {"outer_latency": found["inner_latency"], "outer_bandwidth": found["inner_bandwidth"]}
+    shares: dict[str, list[float]] = {}
+    for each in every:
+        if each.hidden is not None and each.collective in _HIDDEN_BY:
+            shares.setdefault(_HIDDEN_BY[each.collective], []).append(each.hidden)
+    return found | ({"hidden": {name: float(np.median(each)) for name, each in shares.items()}} if shares else {})
+
+
+def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
+    """Return (least seconds, seconds per unit) of a line through (units, seconds), each weighted by its own time.
+
+    Neither is negative: one point, or points that a line with a negative start fits best, have no least seconds.
+    """
+    units, seconds = np.array(points, float).T
+    if len(points) > 1:
+        rows = np.stack([1 / seconds, units / seconds], axis=1)
+        least, each = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
+        if least > 0 and each > 0:
+            return float(least), float(each)
+    return 0.0, float(np.mean(seconds / units))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """The measurements of a device file."""
+
+    products: tuple[MeasuredProduct, ...] = ()
+    collectives: tuple[MeasuredCollective, ...] = ()
+
+
+def _fields() -> str:
+    return ", ".join(each.name for each in (*fields(Device), *fields(_Measured)))
+
+
 def _read(path: Path) -> Device:
     try:
         given = yaml.safe_load(read_plain_text(path))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise PlanError(f"device file {path} is not YAML: {error}") from error
-    names = ", ".join(each.name for each in fields(Device))
     if not isinstance(given, dict):
-        raise PlanError(f"device file {path}: expected the fields {names}, got {given!r}")
+        raise PlanError(f"device file {path}: expected the fields {_fields()}, got {given!r}")
+    lists = {each.name: given.pop(each.name) for each in fields(_Measured) if each.name in given}
     try:
-        return TypeAdapter(Device).validate_python({"name": path.stem, **given})
+        measured = TypeAdapter(_Measured).validate_python(lists)
+        bandwidth = given.get("memory_bandwidth")
+        bandwidth = TypeAdapter(_Positive).validate_python(bandwidth) if measured.products else math.inf
+        # What the file states goes before what its measurements give.
+        fitted = {**fit_products(measured.products, bandwidth), **fit_collectives(measured.collectives)}
+        return TypeAdapter(Device).validate_python({"name": path.stem, **fitted, **given})
     except ValidationError as error:
         found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
-        problems = [f"{name}: {what.removeprefix('Value error, ')}" for name, what in found]
-        raise PlanError(f"device file {path}: {'; '.join(problems)}. Expected {names}") from error
+        problems = [f"{name or 'memory_bandwidth'}: {what.removeprefix('Value error, ')}" for name, what in found]
+        raise PlanError(f"device file {path}: {'; '.join(problems)}. Expected {_fields()}") from error

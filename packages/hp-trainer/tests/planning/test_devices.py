@@ -1,0 +1,83 @@
+"""Known devices, and device files with measurements in place of rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hp_trainer.exceptions import PlanError
+from hp_trainer.planning.devices import find_device, known_devices
+
+RATE, COPY, LEAST = 500e12, 2e12, 4e-6
+SHAPES = [(512, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192)]
+LATENCY, BANDWIDTH = 2e-5, 100e9
+
+
+def product(rows: int, inputs: int, outputs: int) -> str:
+    elements = rows * (inputs + outputs) + inputs * outputs
+    seconds = LEAST + 2 * rows * inputs * outputs / RATE + 2 * elements / COPY
+    return f"{{dtype: bfloat16, rows: {rows}, inputs: {inputs}, outputs: {outputs}, seconds: {seconds!r}}}"
+
+
+def collective(size: int, nodes: int = 1, more: str = "", name: str = "all_gather") -> str:
+    seconds = nodes * (LATENCY + size / BANDWIDTH)
+    return f"{{collective: {name}, ranks: 8, nodes: {nodes}, bytes: {size}, seconds: {seconds!r}{more}}}"
+
+
+def write(path: Path, products: list[str], collectives: list[str], more: str = "") -> str:
+    lines = ["memory: 1GiB", f"memory_bandwidth: {COPY}", "products:", *(f"  - {each}" for each in products)]
+    lines += ["collectives:", *(f"  - {each}" for each in collectives), more]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_measured_products_and_collectives_give_the_rates(tmp_path: Path) -> None:
+    large = collective(
+        2**28, more=f", product_seconds: 1.0e-2, both_seconds: {1e-2 + 0.25 * (LATENCY + 2**28 / 1e11)!r}"
+    )
+    collectives = [collective(2**20), collective(2**24), large, collective(2**20, 2), collective(2**24, 2)]
+    device = find_device(write(tmp_path / "mine.yaml", [product(*each) for each in SHAPES], collectives))
+    assert device.name == "mine"
+    assert device.flops["bfloat16"] * device.efficiency == pytest.approx(RATE)
+    assert device.operation_seconds == pytest.approx(LEAST)
+    assert device.inner_latency == pytest.approx(LATENCY)
+    assert device.inner_bandwidth * device.link_efficiency == pytest.approx(BANDWIDTH)
+    assert device.outer_latency == pytest.approx(2 * LATENCY)
+    assert device.outer_bandwidth == pytest.approx(BANDWIDTH / 2)
+    assert device.hidden == {"weights": pytest.approx(0.75)}
+
+
+def test_one_node_and_one_size_are_enough(tmp_path: Path) -> None:
+    device = find_device(write(tmp_path / "mine.yaml", [product(*SHAPES[-1])], [collective(2**24)]))
+    assert device.flops["bfloat16"] == pytest.approx(RATE, rel=0.02)
+    assert device.outer_bandwidth == device.inner_bandwidth == pytest.approx(BANDWIDTH, rel=0.15)
+
+
+def test_stated_fields_go_before_measurements(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.yaml", [product(*SHAPES[-1])], [collective(2**24)], "inner_bandwidth: 1.0e9")
+    assert find_device(path).inner_bandwidth == 1e9
+
+
+@pytest.mark.parametrize(
+    ("products", "collectives", "printed"),
+    [
+        (["{dtype: bfloat16, rows: 8}"], [], "products.0.inputs: Field required"),
+        (["{dtype: int4, rows: 8, inputs: 8, outputs: 8, seconds: 1.0}"], [], "products.0.dtype: Input should be"),
+        ([], ["{collective: gossip, ranks: 2, bytes: 8, seconds: 1.0}"], "collectives.0.collective: Input should be"),
+        ([], ["{collective: send, ranks: 1, bytes: 8, seconds: 1.0}"], "collectives.0.ranks: Input should be"),
+    ],
+)
+def test_bad_measurements_are_named(tmp_path: Path, products: list[str], collectives: list[str], printed: str) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "memory: 1GiB\nmemory_bandwidth: 1.0e12\nflops: {float32: 1.0e12}\n"
+        f"products: [{', '.join(products)}]\ncollectives: [{', '.join(collectives)}]\n"
+    )
+    with pytest.raises(PlanError) as error:
+        find_device(str(tmp_path / "mine.yaml"))
+    assert printed in str(error.value)
+
+
+def test_known_devices_are_read_once_and_found_in_any_case() -> None:
+    assert set(known_devices()) == {"H100", "H100-96GB", "H200", "H800", "A100", "910B"}
+    assert find_device("h800") is find_device("H800")
