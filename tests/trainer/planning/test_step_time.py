@@ -15,6 +15,8 @@ from hp_trainer.planning.plan import StepPlan, plan_step
 H100 = find_device("H100")
 NO_LATENCY = dataclasses.replace(H100, inner_latency=1e-30, outer_latency=1e-30)
 IDEAL = dataclasses.replace(NO_LATENCY, inner_bandwidth=1e40, outer_bandwidth=1e40)
+# Products take the time of their operations alone, whatever the size of their operands.
+FAST_MEMORY = dataclasses.replace(H100, memory_bandwidth=1e40, operation_seconds=0.0)
 EXPERTS = {"model__num_experts": 4, "model__num_dense_layers": 1}
 
 
@@ -32,7 +34,7 @@ def plan(device: Device = H100, /, world_size: int = 8, degrees: dict | None = N
 
 @pytest.mark.parametrize("degrees", [{}, {"tp": 2}, {"cp": 2}, {"dp_replicate": 2}, {"pp": 2}])
 def test_twice_the_data_parallel_ranks_halve_the_products(degrees: dict) -> None:
-    few, many = plan(world_size=8, degrees=degrees), plan(world_size=16, degrees=degrees)
+    few, many = (plan(FAST_MEMORY, world_size=number, degrees=degrees) for number in (8, 16))
     assert sum(each.products for each in few.times) == pytest.approx(2 * sum(each.products for each in many.times))
 
 
@@ -51,7 +53,8 @@ LAYOUTS = [
 def test_without_links_to_wait_for_there_is_computation_alone(degrees: dict) -> None:
     time = plan(IDEAL, degrees=degrees, **EXPERTS).time
     assert time.total == pytest.approx(time.products + time.memory + time.update)
-    assert plan(degrees=degrees, **EXPERTS).time.total > time.total
+    waits = dataclasses.replace(H100, hidden={})
+    assert plan(waits, degrees=degrees, **EXPERTS).time.total > time.total
 
 
 @pytest.mark.parametrize("degrees", [*LAYOUTS, {"pp": 2}])
@@ -62,14 +65,16 @@ def test_slower_devices_take_longer(degrees: dict) -> None:
     for name in ("memory_bandwidth", "inner_bandwidth", "efficiency"):
         slower = dataclasses.replace(H100, **{name: getattr(H100, name) / 2})
         assert plan(slower, degrees=degrees, **EXPERTS).time.total >= least
-    twice = dataclasses.replace(H100, flops={name: 2 * rate for name, rate in H100.flops.items()})
-    assert plan(twice, degrees=degrees, **EXPERTS).time.products == pytest.approx(base.products / 2)
+    twice = dataclasses.replace(FAST_MEMORY, flops={name: 2 * rate for name, rate in H100.flops.items()})
+    once, half = (plan(each, degrees=degrees, **EXPERTS).time.products for each in (FAST_MEMORY, twice))
+    assert half == pytest.approx(once / 2)
 
 
 @pytest.mark.parametrize("degrees", LAYOUTS)
 def test_products_of_all_ranks_are_those_of_the_model(degrees: dict) -> None:
     """Peers compute all but experts each for themselves; else no layout computes anything twice."""
-    one, many = plan(world_size=1, **EXPERTS).time.products, plan(degrees=degrees, **EXPERTS).time.products
+    one = plan(FAST_MEMORY, world_size=1, **EXPERTS).time.products
+    many = plan(FAST_MEMORY, degrees=degrees, **EXPERTS).time.products
     if degrees.get("expert_mesh") == "peer":
         assert one < 8 * many < degrees["ep"] * one
     else:
@@ -77,7 +82,7 @@ def test_products_of_all_ranks_are_those_of_the_model(degrees: dict) -> None:
 
 
 def test_recomputation_repeats_at_most_a_forward() -> None:
-    time = plan(training__recompute="full").time
+    time = plan(FAST_MEMORY, training__recompute="full").time
     assert 0 < time.recomputation < time.products / 3
     assert plan().time.recomputation == 0
 
@@ -96,3 +101,40 @@ def test_offloaded_state_takes_the_links_of_the_host() -> None:
     retained, offloaded = plan(slow).time, plan(slow, training__offload_optimizer="true").time
     assert offloaded.update > retained.update
     assert offloaded.products == retained.products
+
+
+def test_small_products_wait_for_their_operands() -> None:
+    def products(batch: int) -> float:
+        return plan(world_size=1, training__micro_batch_size=batch).time.products
+
+    # Weights are read once for each micro-batch.
+    assert products(64) < products(8) < products(1)
+
+
+@pytest.mark.parametrize(("axis", "degrees"), [("tp", {"tp": 2}), ("weights", {}), ("ep", {"ep": 4})])
+def test_hidden_exchanges_are_not_waited_for(axis: str, degrees: dict) -> None:
+    settings = EXPERTS | ({"parallel__ep_chunks": 2} if axis == "ep" else {})
+    none, half = (dataclasses.replace(H100, hidden={axis: share} if share else {}) for share in (0.0, 0.5))
+    exposed, hidden = (plan(each, degrees=degrees, **settings).time for each in (none, half))
+    if axis == "weights":
+        assert hidden.weights == pytest.approx(exposed.weights / 2)
+    else:
+        # Of two chunks of tokens, one can be hidden.
+        share = 0.75 if axis == "ep" else 0.5
+        assert hidden.exchanges[axis] == pytest.approx(share * exposed.exchanges[axis])
+
+
+def test_ranks_share_processors() -> None:
+    shared = dataclasses.replace(H100, processors=2)
+    alone, all_eight = plan(world_size=8).time, plan(shared, world_size=8).time
+    assert all_eight.products == pytest.approx(4 * alone.products)
+    assert plan(shared, world_size=2).time.products == pytest.approx(plan(world_size=2).time.products)
+
+
+def test_compiled_blocks_move_fewer_bytes() -> None:
+    assert plan(training__compile="true").time.memory < plan().time.memory
+
+
+def test_blocks_of_other_ranks_are_slower() -> None:
+    ring, heads = ({"cp": 2, "cp_method": method} for method in ("ring", "ulysses"))
+    assert plan(FAST_MEMORY, degrees=ring).time.products > plan(FAST_MEMORY, degrees=heads).time.products

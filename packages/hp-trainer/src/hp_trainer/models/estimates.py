@@ -98,6 +98,7 @@ class SavedActivation:
             again what a recomputation has gathered.
         result: bytes that recomputation saves instead: of the input, of decisions, or of results of saved kinds.
         flops: operations in forward, which is also the cost of recomputing them.
+        operands: bytes of the operands and results of products in forward, which bound the rate of small products.
         sent: bytes that this rank sends for them in forward. Recomputation sends them again.
     """
 
@@ -107,6 +108,7 @@ class SavedActivation:
     held: float = 0.0
     result: float = 0.0
     flops: float = 0.0
+    operands: float = 0.0
     sent: float = 0.0
 
 
@@ -166,9 +168,9 @@ class BlockActivations:
         )
         return recomputed + self.working
 
-    def recomputed_flops(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
-        """Return the operations that backward repeats."""
-        return sum(each.flops for each in self._recomputed(recompute))
+    def recomputed_flops(self, recompute: BlockRecompute = NOTHING_RECOMPUTED, kind: str | None = None) -> float:
+        """Return the operations that backward repeats, of all kinds or of one."""
+        return sum(each.flops for each in self._recomputed(recompute) if kind in (None, each.kind))
 
     def recomputed_sent(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
         """Return the bytes that this rank sends a second time in backward."""

@@ -70,12 +70,13 @@ class Device:
         efficiency: share of `flops` that large products reach. Smaller ones also wait for their operands.
         attention_efficiency: share of `flops` that fused attention reaches, of the operations that a causal mask lets
             through.
-        ring_efficiency: share of that which attention reaches if `cp` ranks compute it block by block.
+        ring_efficiency: share of that which attention reaches in the blocks of other `cp` ranks.
         link_efficiency: share of the links' bandwidth that collectives reach.
         traffic, compiled_traffic: bytes that cheap operations read and write for each byte that autograd saves.
         operation_seconds: seconds that an operation takes at least.
         forward_seconds: seconds of a micro-batch beyond its operations.
-        hidden: share of the time of collectives that computation hides, by what they are for.
+        hidden: share of the time of collectives that computation hides, by what they are for: `weights` and their
+            gradients, `tp`, `cp` (hops of a ring) and `ep` (all chunks of tokens but one).
         products_dtype: dtype of the products of linear modules, if it is another than the run's, such as `float8`.
         processors: ranks of a node that compute at these rates at the same time; more share them. None: all do.
         is_host: the device is a CPU.
@@ -93,13 +94,13 @@ class Device:
     host_bandwidth: _Positive = 25e9
     efficiency: Annotated[_Positive, Field(le=1)] = 0.6
     attention_efficiency: Annotated[_Positive, Field(le=1)] = 0.4
-    ring_efficiency: Annotated[_Positive, Field(le=1)] = 0.7
+    ring_efficiency: Annotated[_Positive, Field(le=1)] = 0.6
     link_efficiency: Annotated[_Positive, Field(le=1)] = 0.8
-    traffic: _Positive = 8.0
-    compiled_traffic: _Positive = 4.0
+    traffic: _Positive = 8.6
+    compiled_traffic: _Positive = 2.0
     operation_seconds: _Seconds = 3e-6
     forward_seconds: _Seconds = 0.0
-    hidden: dict[_Hidden, _Share] = field(default_factory=lambda: {"weights": 0.9, "cp": 0.5}, hash=False)
+    hidden: dict[_Hidden, _Share] = field(default_factory=lambda: {"weights": 1.0}, hash=False)
     products_dtype: _Dtype | None = None
     processors: Annotated[int, BeforeValidator(_number), Field(ge=1)] | None = None
     is_host: StrictBool = False

@@ -420,6 +420,9 @@ class LayerCost:
         input: bytes of the block's input.
         for_weights: bytes of output gradients saved between `I` and `W`, where a schedule splits backward.
         attention_flops: operations of attention in forward, which has no weights.
+        recomputed_attention_flops: those that backward repeats.
+        operands: bytes of the operands and results of products in forward.
+        operations: number of operations in forward.
     """
 
     saved: float
@@ -430,6 +433,9 @@ class LayerCost:
     input: float
     for_weights: float
     attention_flops: float
+    recomputed_attention_flops: float
+    operands: float
+    operations: float
     recomputed_flops: float
     recomputed_bytes: float
 
@@ -445,6 +451,9 @@ class LayerCost:
             input=block.tensors[0].saved,
             for_weights=2 * block.tensors[0].saved + sum(x.result for x in block.tensors if x.kind == "products"),
             attention_flops=sum(x.flops for x in block.tensors if x.kind == "attention"),
+            recomputed_attention_flops=block.recomputed_flops(recompute, "attention"),
+            operands=sum(x.operands for x in block.tensors),
+            operations=len(block.tensors),
             recomputed_flops=block.recomputed_flops(recompute),
             recomputed_bytes=block.recomputed_bytes(recompute),
         )

@@ -201,7 +201,8 @@ def unplanned_settings(shape: StepShape) -> list[str]:
     if parallel.ep_move_interval is not None:
         found.append("parallel.ep_move_interval: moving experts to other ranks is not counted")
     if (parallel.ep_chunks or 1) > 1:
-        found.append("parallel.ep_chunks: sending chunks is counted as waited for, though experts overlap with it")
+        what = "experts overlap with sending chunks as far as the device file says (hidden: ep), by default not at all"
+        found.append(f"parallel.ep_chunks: {what}")
     return found
 
 

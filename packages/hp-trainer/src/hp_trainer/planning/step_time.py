@@ -16,7 +16,7 @@ from hp_trainer.pipeline import ActionSeconds
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.memory import layer_costs
 from hp_trainer.planning.pipeline import bubble
-from hp_trainer.planning.shapes import StageBuffers, StepShape
+from hp_trainer.planning.shapes import StageBuffers, StepShape, activations_of
 from hp_trainer.planning.traffic import message_bytes, stage_traffic
 
 
@@ -63,49 +63,87 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     Args:
         state_bytes: bytes of the optimizer's state on a rank, which the update reads and writes.
     """
-    # A dtype that the device does not state is assumed to be as slow as its slowest one.
-    rate = device.flops.get(shape.config.training.dtype, min(device.flops.values())) * device.efficiency
-    count = shape.num_microbatches
-    products = count * shape.model.flops(shape.micro_batch_shape, stage.layers, head=stage.head) / rate
-    every = layer_costs(shape)
+    count, every, rates = shape.num_microbatches, layer_costs(shape), _Rates.of(shape, device)
     costs = [every[layer] for layer in stage.layers]
-    saved = sum(cost.saved_by_autograd for cost in costs)
-    # What is saved is written and read in forward, and read and written in backward.
-    memory = count * (4 * saved + sum(cost.recomputed_bytes for cost in costs)) / device.memory_bandwidth
-    recomputation = count * sum(cost.recomputed_flops for cost in costs) / rate
+    attention = count * sum(cost.attention_flops for cost in costs)
+    flops = count * shape.model.flops(shape.micro_batch_shape, stage.layers, head=stage.head)
+    operands = count * sum(cost.operands for cost in costs)
+    # Backward has two products for each one of forward. Fused attention computes its scores once more there.
+    products = (
+        (flops - 3 * attention) / rates.products + 3 * operands / rates.memory + 3.5 * attention / rates.attention
+    )
+    saved = count * sum(cost.saved_by_autograd for cost in costs)
+    head = activations_of(shape).head if stage.head else None
+    loss = 0.0 if head is None else 2 * count * (head.saved() + head.working)
+    fixed = count * (device.forward_seconds + 3 * device.operation_seconds * sum(cost.operations for cost in costs))
+    memory = (rates.traffic * saved + loss) / rates.memory + fixed
+    again = count * sum(cost.recomputed_attention_flops for cost in costs)
+    repeated = count * sum(cost.recomputed_flops for cost in costs) - again
+    recomputation = repeated / rates.products + again / rates.attention
+    # Recomputation reads and writes what a forward does, a third of the whole.
+    recomputation += rates.traffic / 3 * count * sum(cost.recomputed_bytes for cost in costs) / rates.memory
     exchanges, overlapping, waited = _exchanges(shape, stage, device)
     busy = products + recomputation + memory
-    # Forward has a third of the products, and half of the accesses to saved bytes.
-    forward = products / 3 + count * 2 * saved / device.memory_bandwidth
+    forward = (products + memory) / 3
     idle = 0.0
     if stage.is_pipelined:
         # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
         exchanges.pop("pp", None)
         waits = sum(exchanges.values())
         # Attention has no weights. Where blocks are recomputed, all gradients are computed together.
-        attention = count * sum(cost.attention_flops for cost in costs) / rate
-        weight_grad = 0.0 if shape.recomputes else max(0.0, products / 3 - attention)
+        weight_grad = 0.0 if shape.recomputes else (flops / 3 - attention) / rates.products
         idle = _idle(shape, device, busy + waits, forward + waits / 2, weight_grad)
     # Each byte of weights, gradients and state counts twice: it is read and written.
     shards = stage.total("shard") + stage.total("gradient")
-    update = (2 * shards + 2 * state_bytes) / device.memory_bandwidth
+    update = (2 * shards + 2 * state_bytes) / rates.memory
     if shape.config.training.offload_optimizer:
         # Copies run in both directions at once, and overlap with the update.
         update = max(update, state_bytes / device.host_bandwidth)
     last = shape.last_layers(stage.rank)
     offloaded = (c.saved - c.on_device for layer, c in zip(stage.layers, costs, strict=True) if layer not in last)
     copied = count * sum(offloaded) / device.host_bandwidth
+    hidden = device.hidden.get("weights", 0.0) * min(overlapping, busy)
     return StepTime(
         products=products,
         recomputation=recomputation,
         memory=memory,
         exchanges=exchanges,
-        weights=max(0.0, overlapping - busy) + waited,
+        weights=overlapping - hidden + waited,
         idle=idle,
         update=update,
         # Forward hides copies to the host, backward those to the device.
         offload=max(0.0, copied - forward) + max(0.0, copied - (busy - forward)),
     )
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """Operations and bytes per second of one rank, and bytes that cheap operations move per saved byte."""
+
+    products: float
+    attention: float
+    memory: float
+    traffic: float
+
+    @classmethod
+    def of(cls, shape: StepShape, device: Device) -> _Rates:
+        """Return the rates of a rank, which shares the device's processors with others."""
+        training, dims = shape.config.training, shape.dims
+        # A dtype that the device does not state is assumed to be as slow as its slowest one.
+        slowest = min(device.flops.values())
+        rate = device.flops.get(training.dtype, slowest)
+        linear = rate if device.products_dtype is None else device.flops.get(device.products_dtype, slowest)
+        ranks = min(dims.world_size, device.ranks_per_node)
+        share = 1.0 if device.processors is None else min(1.0, device.processors / ranks)
+        is_ring = dims.cp_enabled and shape.micro_batch_shape.cp_method != "ulysses"
+        # Of the blocks that a rank computes, one is of its own keys.
+        blocks = (1 + (dims.cp - 1) / device.ring_efficiency) / dims.cp if is_ring else 1.0
+        return cls(
+            products=share * linear * device.efficiency,
+            attention=share * rate * device.attention_efficiency / blocks,
+            memory=share * device.memory_bandwidth,
+            traffic=device.compiled_traffic if training.compile else device.traffic,
+        )
 
 
 def _exchanges(shape: StepShape, stage: StageBuffers, device: Device) -> tuple[dict[str, float], float, float]:
@@ -122,8 +160,21 @@ def _exchanges(shape: StepShape, stage: StageBuffers, device: Device) -> tuple[d
         elif stage.is_pipelined and each.axis in ("fsdp", "efsdp", "dp_replicate", "dp_replicate+cp", "cp"):
             waited += seconds
         else:
-            exchanges[each.axis] = exchanges.get(each.axis, 0.0) + seconds
+            exposed = seconds * (1 - _hidden(each.axis, shape, device))
+            exchanges[each.axis] = exchanges.get(each.axis, 0.0) + exposed
     return exchanges, overlapping, waited
+
+
+def _hidden(axis: str, shape: StepShape, device: Device) -> float:
+    """Return the share of the exchanges over an axis that computation hides."""
+    sizes = shape.micro_batch_shape
+    if axis == "cp":
+        # Hops of a ring run beside the attention of the blocks before; exchanges of heads do not.
+        return device.hidden.get("cp", 0.0) if sizes.cp_method == "ring" else 0.0
+    if axis.startswith("ep"):
+        # All chunks but one are sent while experts compute another one.
+        return device.hidden.get("ep", 0.0) * (sizes.ep_chunks - 1) / sizes.ep_chunks
+    return device.hidden.get("tp", 0.0) if axis == "tp" else 0.0
 
 
 def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_grad: float) -> float:

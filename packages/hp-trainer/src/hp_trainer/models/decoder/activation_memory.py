@@ -74,6 +74,7 @@ def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> It
         kind="products",
         result=tokens * hidden * e,
         flops=2 * tokens * heads * value * hidden,
+        operands=_operands(tokens, heads * value, hidden, e),
     )
     yield from _exchanged(config, shape)
     yield _scattered("attention output", tokens * hidden * e, shape)
@@ -93,6 +94,7 @@ def _grouped(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
         saved=tokens * kv_heads * width * e,
         result=tokens * heads * width * e + 2 * projected,
         flops=flops,
+        operands=_operands(tokens, config.hidden_size, width * (heads + 2 * config.num_key_value_heads / shape.tp), e),
     )
     if config.qk_norm != "none":
         for name, count in (("q_norm", heads), ("k_norm", config.num_key_value_heads / shape.tp)):
@@ -116,6 +118,9 @@ def _latent(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAct
         saved=tokens * wide * e,
         result=tokens * widths * e,
         flops=2 * tokens * (queries + hidden * narrow + rank * wide),
+        operands=_operands(tokens, hidden, narrow + (q_rank or heads * score), e)
+        + _operands(tokens, rank, wide, e)
+        + (0 if q_rank is None else _operands(tokens, q_rank, heads * score, e)),
     )
     if q_rank is not None:
         yield _norm("q_a_norm", q_rank, tokens, shape, own_input=True)
@@ -174,14 +179,23 @@ def _dense(name: str, config: DecoderOptions, width: float, shape: MicroBatchSha
     yield _gathered(f"{name} input", tokens * hidden * e, shape)
     gates = 2 * tokens * width * e
     yield SavedActivation(
-        name=f"{name}.w1, w3", kind="products", saved=gates, result=gates, flops=4 * tokens * hidden * width
+        name=f"{name}.w1, w3",
+        kind="products",
+        saved=gates,
+        result=gates,
+        flops=4 * tokens * hidden * width,
+        operands=2 * _operands(tokens, hidden, width, e),
     )
     # SwiGLU has three matrices: gate (w1), up (w3) and down (w2). The gate's activation is saved for the product with
     # w3, and that product as the input of w2.
     activated = gates if _saves_input(config, "down_proj") else gates / 2
     yield SavedActivation(name=f"{name} activation", kind="rest", saved=activated)
     yield SavedActivation(
-        name=f"{name}.w2", kind="products", result=tokens * hidden * e, flops=2 * tokens * hidden * width
+        name=f"{name}.w2",
+        kind="products",
+        result=tokens * hidden * e,
+        flops=2 * tokens * hidden * width,
+        operands=_operands(tokens, width, hidden, e),
     )
     yield _scattered(f"{name} output", tokens * hidden * e, shape)
 
@@ -245,6 +259,7 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
         saved=saved,
         result=gates + tokens * hidden * e,
         flops=6 * rows * hidden * width,
+        operands=3 * _operands(rows, hidden, width, e, -(-config.num_experts // shape.ep)),
     )
     if config.num_shared_experts:
         yield from _dense("shared_experts", config, config.moe_intermediate_size * config.num_shared_experts, shape)
@@ -325,6 +340,11 @@ def _norm(
     saves_result = own_result and (shape.tp == 1 or own_input or shape.tp_reshards)
     tensors = (not of_input) + saves_result
     return SavedActivation(name=name, kind="rest", saved=rows * (tensors * width * shape.itemsize + 4 * roots))
+
+
+def _operands(rows: float, inputs: float, outputs: float, itemsize: int, weights: int = 1) -> float:
+    """Return the bytes of the operands and the result of a product of rows with one or several weights."""
+    return itemsize * (rows * (inputs + outputs) + weights * inputs * outputs)
 
 
 def _trains(config: DecoderOptions) -> bool:
