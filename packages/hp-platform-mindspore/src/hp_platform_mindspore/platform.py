@@ -29,7 +29,7 @@ from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
-from hp_dtensor.platform.interface import Removable
+from hp_dtensor.platform.interface import DeviceFacts, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_autograd_reaches, plain_backward_arguments
 from hp_dtensor.tensor.redistribution import shortcut_views, with_shortcuts
@@ -395,7 +395,9 @@ class MindSporePlatform(MindSporeBase):
         return self.ops.cast(share(np.asarray(draw(tuple(shape), np.float32))), dtype)
 
     def synchronize(self) -> None:
-        ms.runtime.synchronize()
+        # On CPU launches block, and MindSpore would log an error.
+        if self.capabilities is not CPU:
+            ms.runtime.synchronize()
 
     def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
         return self.capabilities.native_operations and fits_flash_attention(query, value, value)
@@ -442,6 +444,12 @@ class MindSporePlatform(MindSporeBase):
 
     def num_accelerators(self) -> int:
         return 0 if self.capabilities is CPU else int(ms.device_context.ascend.device_count())
+
+    def describe_device(self) -> DeviceFacts:
+        if self.capabilities is CPU:
+            return super().describe_device()
+        properties = ms.hal.get_device_properties(ms.get_current_device().device_id)
+        return DeviceFacts(str(properties.name), int(properties.total_memory), {})
 
     def peak_memory(self) -> int:
         return super().peak_memory() if self.capabilities is CPU else int(ms.runtime.max_memory_allocated())

@@ -18,7 +18,7 @@ from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import device_index, from_environment, is_launched
-from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.interface import DeviceFacts, Platform
 from hp_platform_torch.comm.backends import device_types, shares_devices
 from hp_platform_torch.comm.world import TorchWorld, join, joined_store, leave
 from hp_platform_torch.profiling import peak_flops
@@ -136,6 +136,19 @@ class TorchProcesses(Platform):
 
     def max_local_ranks(self) -> int | None:
         return None if shares_devices() else super().max_local_ranks()
+
+    def describe_device(self) -> DeviceFacts:
+        kind = self.device_types[0]
+        if kind == "cpu":
+            return super().describe_device()
+        devices = getattr(torch, kind)
+        versions = {}
+        if kind == "cuda":
+            # ROCm has the interface of CUDA, and its own version.
+            versions = {"ROCm": torch.version.hip} if torch.version.hip else {"CUDA": torch.version.cuda}
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        properties = devices.get_device_properties(devices.current_device())
+        return DeviceFacts(str(properties.name), int(properties.total_memory), versions)
 
     def peak_memory(self) -> int:
         kind = self.device_types[0]

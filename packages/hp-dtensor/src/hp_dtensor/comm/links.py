@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
@@ -106,10 +107,7 @@ def measure_links(mesh: DeviceMesh, num_bytes: int = 2**24, repeats: int = 5) ->
     measured: dict[str, tuple[float, float]] = {}
     for axis, name in enumerate(mesh.mesh_dim_names):
         if mesh.shape[axis] > 1:
-            group = mesh.group_along(axis)
-            small, large = (_all_gather_seconds(group, size, repeats) for size in (1, num_bytes))
-            # The small all-gather is latency only. On a noisy machine the large one may appear no slower.
-            measured[name] = small, num_bytes * (group.size - 1) / max(large - small, 1e-9)
+            measured[name] = measure_group(mesh.group_along(axis), num_bytes, repeats)
     # Ranks must plan alike, so they agree on the values before any of them uses them.
     everywhere = mesh.group_over(tuple(range(mesh.ndim))).all_gather_bytes(json.dumps(measured).encode())
     of_ranks = [json.loads(each) for each in everywhere]
@@ -119,8 +117,25 @@ def measure_links(mesh: DeviceMesh, num_bytes: int = 2**24, repeats: int = 5) ->
     )
 
 
-def _all_gather_seconds(group: ProcessGroup, num_bytes: int, repeats: int) -> float:
-    """Return the time of the fastest of several all-gathers, after one that sets up buffers and connections."""
+def measure_group(group: ProcessGroup, num_bytes: int = 2**24, repeats: int = 5) -> tuple[float, float]:
+    """Return the latency and bandwidth of all-gathers in a group, as `Links` defines them. All its ranks make the call.
+
+    Args:
+        num_bytes: bytes that each rank contributes to the large all-gather.
+    """
+    small, large = (all_gather_seconds(group, size, repeats) for size in (1, num_bytes))
+    # The small all-gather is latency only. On a noisy machine the large one may appear no slower.
+    return small, num_bytes * (group.size - 1) / max(large - small, 1e-9)
+
+
+def all_gather_seconds(
+    group: ProcessGroup, num_bytes: int, repeats: int, meanwhile: Callable[[], Any] | None = None
+) -> float:
+    """Return the time of the fastest of several all-gathers, after one that sets up buffers and connections.
+
+    Args:
+        meanwhile: computation that starts after the all-gather and before it is waited for; part of the time.
+    """
     platform = group.platform
     assert platform is not None
     x = platform.zeros((num_bytes,), platform.dtype("uint8"))
@@ -130,7 +145,10 @@ def _all_gather_seconds(group: ProcessGroup, num_bytes: int, repeats: int) -> fl
         platform.synchronize()
         group.barrier()
         start = time.perf_counter()
-        group.all_gather_into(output, x)
+        work = group.all_gather_into(output, x, async_op=meanwhile is not None)
+        if meanwhile is not None:
+            meanwhile()
+        work.wait()
         # A device runs collectives asynchronously: without waiting only their launch would be timed.
         platform.synchronize()
         times.append(time.perf_counter() - start)

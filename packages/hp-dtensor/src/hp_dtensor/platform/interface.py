@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy
 
@@ -484,6 +485,20 @@ World: TypeAlias = Any
 """Stands for `hp_dtensor.World`, which is built on platforms, so it cannot be imported here."""
 
 
+class DeviceFacts(NamedTuple):
+    """A rank's device.
+
+    Attributes:
+        name: as its vendor calls it; `cpu` for this machine's processor.
+        memory: bytes.
+        versions: of the libraries of its vendor that the framework uses, by name.
+    """
+
+    name: str
+    memory: int
+    versions: dict[str, str]
+
+
 class ProcessInterface(ABC):
     """The part of `Platform` for processes: joining a job, devices, memory and profiling.
 
@@ -527,6 +542,13 @@ class ProcessInterface(ABC):
         """Return the maximal number of ranks on this machine, one per accelerator. None: any number."""
         # Without accelerators there is no limit: any number of ranks share the CPU.
         return self.num_accelerators() or None
+
+    def describe_device(self) -> DeviceFacts:
+        """Return name and memory of this rank's device, and the versions of the libraries that drive it.
+
+        By default these are the processor and the memory of this machine.
+        """
+        return DeviceFacts("cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), {})
 
     def peak_memory(self) -> int:
         """Return this rank's peak device memory so far, in bytes.

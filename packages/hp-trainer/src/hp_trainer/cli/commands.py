@@ -27,6 +27,7 @@ COMMANDS = {
     "train": ("train", "Train in a new run folder; `hp-train CONFIG` for short."),
     "run": ("train", "Start a run, or continue it if it exists; for restart loops."),
     "resume": ("train", "Continue a run from a checkpoint, in any layout."),
+    "doctor": ("doctor", "Examine a machine or cluster; the first command on a new one."),
     "check": ("plan", "Print every problem of a configuration, or a summary."),
     "profile": ("train", "Train a few steps, and write traces of the last ones."),
     "sweep": ("train", "Train every combination of the given values, and compare."),
@@ -227,9 +228,8 @@ def _refuse_unknown_command(word: str, ctx: click.Context) -> None:
 
 _EPILOG = """\
 \b
-Every setting of the YAML file is also an option, which overrides the file:
---training.steps=3, or with a space. `hp-train settings` lists all settings,
-and `hp-train COMMAND --help` the options of a command.
+Settings of the YAML file are also options, such as --training.steps=3: see
+`hp-train settings`, and `hp-train COMMAND --help` for the other options.
 
 \b
 Exit code: 0 done, 1 failed, 2 invalid input, 130 stopped by Ctrl-C,

@@ -97,6 +97,11 @@ def _may_have_accelerators(name: str) -> bool:
     return all(hook.call() != [False] for hook in hooks)
 
 
+def has_unused_driver(name: str) -> bool:
+    """Return whether a driver of devices that the platform could use is loaded, but the platform found none."""
+    return os.environ.get("HP_DEVICE") != "cpu" and _may_have_accelerators(name) and num_accelerators(name) == 0
+
+
 def compile_backends(name: str) -> tuple[str, ...] | None:
     """Return the names of a platform's compilers; None: it cannot be loaded. This loads its framework."""
     try:

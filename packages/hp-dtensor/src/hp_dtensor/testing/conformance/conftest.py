@@ -29,6 +29,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "own_call" in metafunc.fixturenames:
         calls = own_calls(get_platform(metafunc.config.getoption("--hp-platform")))
         metafunc.parametrize("own_call", calls, ids=[call.name for call in calls])
+    # Their modules do without pytest, so that `hp-train doctor` can run these checks where it is not installed.
+    for name in ("reduction_check", "move_check", "dual_check"):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, getattr(metafunc.module, f"{name.upper()}S"))
     for reducing, name in ((False, "moved_dtype"), (True, "reduced_dtype")):
         if name in metafunc.fixturenames:
             platform = get_platform(metafunc.config.getoption("--hp-platform"))

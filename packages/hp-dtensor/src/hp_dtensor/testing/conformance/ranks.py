@@ -41,7 +41,7 @@ def groups(platform: Platform) -> Iterator[ProcessGroup]:
     last = world.size - 1
     # Without rank 0, ranks in the group differ from global ones. First and last are not adjacent. A group of one must
     # work without a backend.
-    for members in (range(world.size), range(1, world.size), (0, last), (world.rank,)):
+    for members in (range(world.size), range(1, world.size), sorted({0, last}), (world.rank,)):
         # Members alone create a group. With torch's `new_group` all ranks of the job would have to call it.
         if world.rank in members:
             yield world.group(tuple(members))

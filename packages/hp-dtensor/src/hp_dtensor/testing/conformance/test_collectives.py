@@ -8,7 +8,6 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.interface import Platform
@@ -179,26 +178,21 @@ def test_ranks_are_numbered(ranks: Ranks) -> None:
     assert ranks.run(where_am_i) == [(rank, ranks.size, members) for rank in members]
 
 
-@pytest.mark.parametrize("check", [check_all_reduce, check_reduce_scatter])
-def test_reductions(ranks: Ranks, hp_platform: Platform, check: Callable[..., Any], reduced_dtype: str) -> None:
+REDUCTION_CHECKS = (check_all_reduce, check_reduce_scatter)
+MOVE_CHECKS = (check_all_gather, check_all_to_all, check_exchange, check_broadcast, check_messages)
+
+
+def test_reductions(
+    ranks: Ranks, hp_platform: Platform, reduction_check: Callable[..., Any], reduced_dtype: str
+) -> None:
     # An average of integers would have to be rounded, which backends do differently or refuse.
     averages = ("avg",) if hp_platform.is_floating(hp_platform.dtype(reduced_dtype)) else ()
     for op in ("sum", "max", "min", "product", *averages):
-        ranks.run(check, reduced_dtype, op)
+        ranks.run(reduction_check, reduced_dtype, op)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_all_gather,
-        check_all_to_all,
-        check_exchange,
-        check_broadcast,
-        check_messages,
-    ],
-)
-def test_moves(ranks: Ranks, check: Callable[..., Any], moved_dtype: str) -> None:
-    ranks.run(check, moved_dtype)
+def test_moves(ranks: Ranks, move_check: Callable[..., Any], moved_dtype: str) -> None:
+    ranks.run(move_check, moved_dtype)
 
 
 def test_bytes_of_any_length_and_barriers(ranks: Ranks) -> None:

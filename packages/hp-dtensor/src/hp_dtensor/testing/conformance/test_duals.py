@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 
 from hp_dtensor.comm import collectives
 from hp_dtensor.comm.process_group import ProcessGroup
@@ -195,17 +194,16 @@ def _winners(by_rank: Array, result: Array) -> Array:
     return hits / hits.sum(0)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        check_gather_and_slice,
-        check_reduce_and_vary,
-        check_average,
-        check_selections,
-        check_all_to_all,
-        check_rows,
-        check_composition,
-    ],
+DUAL_CHECKS = (
+    check_gather_and_slice,
+    check_reduce_and_vary,
+    check_average,
+    check_selections,
+    check_all_to_all,
+    check_rows,
+    check_composition,
 )
-def test_duals(ranks: Ranks, check: Callable[..., Any]) -> None:
-    ranks.run(check)
+
+
+def test_duals(ranks: Ranks, dual_check: Callable[..., Any]) -> None:
+    ranks.run(dual_check)
