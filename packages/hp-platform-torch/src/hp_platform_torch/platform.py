@@ -18,9 +18,10 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.autograd import SavedOperations
 from hp_dtensor.platform.interface import DTYPE_NAMES, ModuleInterface, Platform, Removable
+from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch import patches
-from hp_platform_torch.ops import attention
+from hp_platform_torch.ops import ascend, attention
 from hp_platform_torch.ops.names import function_named, names_of
 from hp_platform_torch.ops.namespace import build_ops
 from hp_platform_torch.processes import TorchProcesses
@@ -429,10 +430,21 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return attention.RoutedAttention(function)
 
     def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
-        return query.is_cuda or attention.takes(query, value)
+        return query.is_cuda or attention.takes(query, value) or ascend.takes_attention(query, value)
 
     def has_fused_blocks(self, query: Tensor, value: Tensor) -> bool:
         return attention.takes(query, value)
+
+    def fused_rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+        # Sharded heads share the tables. Every other sharding, and a partial value, is left to the rules.
+        if isinstance(x, TorchDTensor) and not all(each in (Replicate(), Shard(2)) for each in x.placements):
+            return None
+        with LocalOperations():
+            local, *tables = (each.as_subclass(Tensor) for each in (x, cos, sin))
+            rotated = ascend.rotary(local, *tables) if ascend.takes_rotary(local, tables[0]) else None
+        if rotated is None or not isinstance(x, TorchDTensor):
+            return rotated
+        return dtensor.wrap_output(rotated, x.spec)
 
     def dropout_factors(
         self, p: float, rows: np.ndarray, heads: np.ndarray, queries: np.ndarray, keys: np.ndarray

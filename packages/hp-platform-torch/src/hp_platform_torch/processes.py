@@ -155,7 +155,8 @@ class TorchProcesses(Platform):
         return super().peak_memory() if kind == "cpu" else int(getattr(torch, kind).max_memory_allocated())
 
     def peak_flops(self, dtype: str) -> float | None:
-        return peak_flops(torch.cuda.get_device_name(), dtype) if self.device_types[0] == "cuda" else None
+        kind = self.device_types[0]
+        return None if kind == "cpu" else peak_flops(getattr(torch, kind).get_device_name(), dtype)
 
     def profile(self, folder: Path, rank: int) -> AbstractContextManager[None]:
         from hp_platform_torch.profiling import profiled
@@ -175,12 +176,21 @@ class TorchProcesses(Platform):
             self.device = torch.device(kind, index)
             getattr(torch, kind).set_device(self.device)
 
-    def rank_state(self) -> torch.Tensor:
-        """Return the state of the CPU generator; each simulated rank has its own."""
-        return torch.get_rng_state()
+    def rank_state(self) -> list[torch.Tensor]:
+        """Return the states of the host's and the device's generators; each simulated rank has its own."""
+        return [module.get_rng_state() for module in self._generators()]
 
-    def set_rank_state(self, state: torch.Tensor) -> None:
-        torch.set_rng_state(state)
+    def set_rank_state(self, state: list[torch.Tensor]) -> None:
+        for module, each in zip(self._generators(), state, strict=True):
+            module.set_rng_state(each)
+
+    def _generators(self) -> list[Any]:
+        return [torch, *(getattr(torch, kind) for kind in self.device_types if kind != "cpu")]
+
+    def simulated_rank(self) -> AbstractContextManager[Any]:
+        # Autograd runs all backwards of an accelerator in one thread: a rank that waits in its backward would block the
+        # backward of the rank for which it waits.
+        return torch.autograd.set_multithreading_enabled(self.device_types[0] == "cpu")
 
     def synchronize(self) -> None:
         if self.device.type != "cpu":

@@ -67,6 +67,14 @@ _TERAFLOPS = {
     "V100": 125.0,
     "T4": 65.0,
     "MI300X": 1307.4,
+    # The matrix units alone, as in https://gitcode.com/Ascend/torchtitan-npu. Data sheets add the vector units (376 for
+    # a 910B2). A 910_93xx is one of the two dies of an Atlas A3 module, each of which is a device.
+    "910B1": 373.88,
+    "910B2": 353.8944,
+    "910B3": 294.912,
+    "910B4": 245.76,
+    "910_9362": 353.8944,
+    "910_9392": 353.8944,
 }
 # These have no matrix units for bfloat16.
 _FLOAT16_ALONE = ("V100", "T4")

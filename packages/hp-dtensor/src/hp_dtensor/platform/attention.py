@@ -75,6 +75,17 @@ class AttentionInterface:
         """Return whether `attention_block` of such tensors never materializes scores, given no soft cap or dropout."""
         return False
 
+    def fused_rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+        """Return `x` with its pairs (i, i + head_dim / 2) rotated, in one operation; None, the default, without one.
+
+        Differentiable with respect to `x`.
+
+        Args:
+            x: `[batch, length, heads, head_dim]`, perhaps a DTensor.
+            cos, sin: `[(batch,) length, 1, head_dim / 2]` in the dtype of `x`; replicated if `x` is a DTensor.
+        """
+        return None
+
     def dropout_factors(self, p: float, rows: Array, heads: Array, queries: Array, keys: Array) -> Tensor:
         """Return float32 `[rows, heads, queries, keys]`: 0 where an entry is dropped, else 1 / (1 - p).
 

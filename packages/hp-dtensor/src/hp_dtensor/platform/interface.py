@@ -607,6 +607,14 @@ class ProcessInterface(ABC):
     def set_rank_state(self, state: Any) -> None:
         """Restore the value of `rank_state`. Called in the thread of the rank that continues."""
 
+    def simulated_rank(self) -> AbstractContextManager[Any]:
+        """Return the context in which the thread of a simulated rank runs its program.
+
+        The thread waits for other ranks inside a backward too. A framework that runs the backwards of several threads
+        in one of its own must run them in the calling thread here, or the ranks wait for each other forever.
+        """
+        return contextlib.nullcontext()
+
     def wrap_mesh(self, mesh: Any) -> Any | None:
         """Return the framework's own device mesh as a `hp_dtensor.DeviceMesh` over the same groups.
 

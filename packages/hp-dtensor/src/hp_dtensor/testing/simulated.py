@@ -249,7 +249,7 @@ class Job:
         """Run one rank's program in its thread, in turn with the others."""
         try:
             self._take_turn(rank)
-            with use_world(self._make_world(rank, self)):
+            with use_world(self._make_world(rank, self)), self.platform.simulated_rank():
                 self.results[rank] = fn(*args)
         except Aborted:
             pass

@@ -80,9 +80,12 @@ class TorchWorld(World):
         # A released group connects again under another key: the store still has the addresses of its old connection,
         # and a fast rank would read them before a slow one has written its new one. All members count alike.
         key = f"{device_type}/{members}"
-        store = dist.PrefixStore(f"{key}/{self._num_connections[key]}", self._store)
+        number = self._num_connections[key]
         self._num_connections[key] += 1
-        return _BACKENDS[device_type](store, ranks.index(self.rank), len(ranks), self._timeout)
+        store = dist.PrefixStore(f"{key}/{number}", self._store)
+        # HCCL limits names to 127 characters.
+        name = f"hp_{members[:32]}_{number}"
+        return _BACKENDS[device_type](store, ranks, ranks.index(self.rank), self._timeout, name)
 
     def close(self) -> None:
         self._closed = True
@@ -90,25 +93,33 @@ class TorchWorld(World):
         self._store = None
 
 
-def _nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+def _gloo(store: dist.Store, ranks: tuple[int, ...], rank: int, timeout: timedelta, name: str) -> dist.Backend:
+    return dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
+
+
+def _nccl(store: dist.Store, ranks: tuple[int, ...], rank: int, timeout: timedelta, name: str) -> dist.Backend:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupNCCL(store, rank, len(ranks), options)
 
 
-def _hccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+def _hccl(store: dist.Store, ranks: tuple[int, ...], rank: int, timeout: timedelta, name: str) -> dist.Backend:
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
+    # As torch_npu's own helper sets them for `dist.new_group`.
     options = ProcessGroupHCCL.Options()
+    options.is_high_priority_stream = False
     options._timeout = timeout
-    return ProcessGroupHCCL(store, rank, size, options)
+    options.global_ranks_in_group = list(ranks)
+    options.group_id = name
+    return ProcessGroupHCCL(store, rank, len(ranks), options)
 
 
-_BACKENDS: dict[str, Callable[..., dist.Backend]] = {
-    "cpu": dist.ProcessGroupGloo,
+_BACKENDS: dict[str, Callable[[dist.Store, tuple[int, ...], int, timedelta, str], dist.Backend]] = {
+    "cpu": _gloo,
     "cuda": _nccl,
     "npu": _hccl,
-    FACTS: dist.ProcessGroupGloo,
+    FACTS: _gloo,
 }
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from hp_moe import FusedExperts, GroupSizes, TokenPermutation, loop_grouped_matmul
 from hp_platform_torch.moe.host_experts import host_experts
+from hp_platform_torch.ops import ascend
 
 _GROUPED_MM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16
@@ -56,7 +57,12 @@ def experts_of_host(
 
 
 def torch_grouped_matmul(x: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
-    """Apply `F.grouped_mm`, or a loop for inputs that it does not support (float64, unaligned widths, no rows)."""
+    """Apply `F.grouped_mm`, or a loop for inputs that it does not support (float64, unaligned widths, no rows).
+
+    On Ascend, torch_npu's grouped product takes the place of `F.grouped_mm`.
+    """
+    if ascend.takes_grouped_matmul(x, weight):
+        return ascend.grouped_matmul(x, weight, sizes.tensor)
     if not _fits(x, weight):
         looped: torch.Tensor = loop_grouped_matmul(x, weight, sizes)
         return looped
@@ -73,7 +79,7 @@ def _fits(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return (
         x.dtype in _GROUPED_MM_DTYPES
         # On CUDA, float32 has no kernel of its own.
-        and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
+        and (x.device.type == "cpu" or (x.device.type == "cuda" and x.dtype == torch.bfloat16))
         and groups > 0
         # Tensors without elements may have any strides.
         and x.shape[0] > 0

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hp_dtensor.exceptions import AttentionError, ShardingRuleError
 from hp_dtensor.platform.attention import GAMMA, LOWEST, MIX_1, MIX_2, TINY, BlockScores
+from hp_platform_torch.ops import ascend
 
 Tensor = torch.Tensor
 
@@ -75,6 +76,25 @@ class RoutedAttention(TorchFunctionMode):
                 f"{list(key.shape)}; pass enable_gqa=True to share key-value heads"
             )
         return self._function(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def local_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return torch's scaled dot-product attention of local tensors, by torch_npu's fused operation where it fits."""
+    fits = attn_mask is None and dropout_p == 0 and (enable_gqa or query.shape[-3:-2] == key.shape[-3:-2])
+    if fits and ascend.takes_attention(query, value):
+        return ascend.attention(*(x.as_subclass(Tensor) for x in (query, key, value)), is_causal, scale)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

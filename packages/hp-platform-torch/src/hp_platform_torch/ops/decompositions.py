@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import batch_norm, group_norm, scaled_dot_product_attention
 
 from hp_dtensor.exceptions import IndexOutOfRangeError, ShardingRuleError
-from hp_platform_torch.ops.attention import multi_head_attention
+from hp_platform_torch.ops.attention import local_attention, multi_head_attention
 from hp_platform_torch.ops.losses import LOSSES
 from hp_platform_torch.ops.norms import rms_norm
 
@@ -349,7 +349,7 @@ DECOMPOSED |= {
 def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Run torch's attention, even on a rank without heads: torch 2.11's fused kernel divides by their number."""
     if query.numel():
-        return scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        return local_attention(query, key, value, *args, **kwargs)
     if query.shape[-3:-2] == (0,):
         kwargs = {**kwargs, "enable_gqa": False}
     # The composed form accepts empty operands.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from hp_platform_torch.ops.attention import local_attention
 from hp_platform_torch.ops.norms import rms_norm
 
 Tensor = torch.Tensor
@@ -48,7 +49,9 @@ def mean(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = Fals
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
+    # A DTensor comes to `local_attention` by its rule.
+    attend = local_attention if type(query) is Tensor else F.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=is_causal, enable_gqa=enable_gqa)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.overrides import has_torch_function
 
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_platform_torch.ops import ascend
 
 Tensor = torch.Tensor
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
@@ -24,6 +25,8 @@ def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Return `F.rms_norm` of the same arguments, with a backward that needs less memory where torch composes it."""
+    if _is_local(input, normalized_shape, weight) and ascend.takes_rms_norm(input, weight, eps):
+        return ascend.rms_norm(*(x.as_subclass(Tensor) for x in (input, weight)), eps)  # type: ignore[union-attr]
     if torch.compiler.is_compiling() or not _is_ours(input, normalized_shape, weight, eps):
         return F.rms_norm(input, normalized_shape, weight, eps)
     # Backward must read the local data of DTensors, and runs where their operations are intercepted.
@@ -32,17 +35,25 @@ def rms_norm(
     return normalized
 
 
+def _is_local(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None) -> bool:
+    """Return True for local operands, a normalization over the last dimension, and a weight of its size or none."""
+    return (
+        x.dim() > 0
+        and tuple(normalized_shape) == tuple(x.shape[-1:])
+        and (weight is None or weight.shape == x.shape[-1:])
+        and not has_torch_function((x, weight))
+    )
+
+
 def _is_ours(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> bool:
     if not torch.is_grad_enabled() or not (x.requires_grad or (weight is not None and weight.requires_grad)):
         return False
     return (
         x.device.type == "cpu"
-        and x.dim() > 0
         and x.dtype in _DTYPES
-        and tuple(normalized_shape) == tuple(x.shape[-1:])
-        and (weight is None or (weight.dtype is x.dtype and weight.shape == x.shape[-1:]))
+        and _is_local(x, normalized_shape, weight)
+        and (weight is None or weight.dtype is x.dtype)
         and eps is not None
-        and not has_torch_function((x, weight))
         # Compositions have what this function lacks: rules for `torch.func` and derivatives of forward mode.
         and not torch._C._are_functorch_transforms_active()
         and torch.autograd.forward_ad._current_level < 0

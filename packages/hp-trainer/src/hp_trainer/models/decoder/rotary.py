@@ -150,7 +150,11 @@ class Rotation:
                 changes no score, because scores are products of two such vectors.
         """
         ops = self.platform.ops
-        first, second = self._pairs(ops.cast(x, self.platform.dtype("float32")), interleaved)
+        wide = ops.cast(x, self.platform.dtype("float32"))
+        fused = None if interleaved else self.platform.fused_rotary(wide, self.cos, self.sin)
+        if fused is not None:
+            return ops.cast(fused, x.dtype)
+        first, second = self._pairs(wide, interleaved)
         rotated = (
             ops.sub(ops.mul(first, self.cos), ops.mul(second, self.sin)),
             ops.add(ops.mul(second, self.cos), ops.mul(first, self.sin)),
