@@ -13,7 +13,17 @@ from small_model import ROWS, make_data, make_model
 
 from hp_dtensor import ColwiseParallel, DeviceMesh, RowwiseParallel, nn, parallelize_module
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.debug import Recorder, Recording, Rows, compare, draw, measure_growth, perturb_weights, recording
+from hp_dtensor.debug import (
+    Recorder,
+    Recording,
+    Rows,
+    compare,
+    draw,
+    measure_growth,
+    narrowed,
+    perturb_weights,
+    recording,
+)
 from hp_dtensor.debug.comparison import UNITS
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.platform.interface import Platform
@@ -152,6 +162,89 @@ def test_a_gradient_that_one_replica_lacks_names_the_rank(platform: Platform, re
     assert (found.first.step, found.first.pass_, found.first.name) == (1, "gradient", "down.bias")
     assert found.kind.name == "replicas differ"
     assert "ranks 1 of B" in str(found)
+
+
+def test_a_split_backward_records_a_gradient_once(platform: Platform) -> None:
+    if not platform.splits_backward:
+        pytest.skip("this platform does not split a backward")
+    ops = platform.ops
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = self.parameter((6,))
+
+        def forward(self, x: Any) -> Any:
+            # A node written in Python, which computes both gradients in both parts of the backward.
+            return platform.custom_function(
+                ops.mul, lambda g: [ops.mul(g, self.weight), ops.sum(ops.mul(g, x), 0)], x, self.weight
+            )
+
+    def recorded(splits: bool) -> Recording:
+        with nn.building(platform):
+            model = nn.ModuleList([Scaled()])
+        x = platform.detach(make_data(platform)[0])
+        platform.set_requires_grad(x, True)
+        recorder = Recorder(model, platform, about={"dtypes": ["float32"]})
+        with recorder.step(1):
+            # The same output twice is two gradients.
+            loss = ops.sum(ops.square(ops.add(model[0](x), model[0](x))))
+            if splits:
+                platform.split_backward([loss], [None], [x])[1]()
+            else:
+                platform.backward(loss)
+        return recorder.recording
+
+    found = compare(measure_growth(recorded(False), recorded(False)), recorded(True))
+    assert found.verdict == "equal", str(found)
+    assert [each.pair.b.digest.count for each in found.differences if each.pass_ == "backward"] == [2]
+
+
+def test_the_operation_is_named_in_which_ranks_part(platform: Platform) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 5)
+            self.shift, self.more = 0.0, False
+
+        def forward(self, x: Any) -> Any:
+            y = self.ops.silu(self.up(x))
+            y = self.ops.mul(y, 1.0) if self.more else y
+            return self.down(self.ops.exp(self.ops.add(y, self.shift)))
+
+    def recorded(shift: float = 0.0, more: bool = False, unit: float = 0.0, shards: bool = False) -> Recording:
+        with nn.building(platform):
+            model = Shifted()
+        for index, (_, weight) in enumerate(platform.named_parameters(model)):
+            values = np.random.default_rng(index).uniform(-1, 1, tuple(weight.shape)).astype(np.float32)
+            platform.copy_(weight, platform.from_numpy(values))
+        if unit:
+            perturb_weights(model, unit, platform)
+        if shards:
+            mesh = DeviceMesh("cpu", (2,), platform=platform)
+            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
+            parallelize_module(model, mesh, plan, src_data_rank=None)
+        recorder = Recorder(model, platform, about={"dtypes": ["float32"]})
+        model.shift, model.more, recorder.operations = shift, more, lambda name: True
+        with recorder.step(1, Rows(np.arange(ROWS), ROWS)):
+            loss = platform.ops.sum(to_full(model(make_data(platform)[0])))
+            platform.backward(loss)
+        return recorder.recording
+
+    expected = measure_growth(recorded(), recorded(unit=UNITS["float32"]))
+    right = compare(expected, run_ranks(lambda: recorded(shards=True), 2, platform)[0])
+    assert right.verdict == "within rounding", str(right)
+    assert not right.notes
+    names = [each.name for each in right.differences if each.pass_ == "forward"]
+    last = ["(model): 2 add", "(model): 3 exp", "down: 1 linear", "down", "(model)"]
+    assert names == ["up: 1 linear", "up", "(model): 1 silu", *last]
+    wrong = compare(expected, run_ranks(lambda: recorded(0.01, shards=True), 2, platform)[0])
+    assert narrowed(wrong, wrong).operation == ("(model): 2 add, output; the last that agrees is (model): 1 silu",)
+    other = compare(expected, run_ranks(lambda: recorded(0.01, True, shards=True), 2, platform)[0])
+    assert narrowed(other, other).operation == (
+        "(model): 2 add, output; the last that agrees is (model): 1 silu",
+        "(model): after 1 silu A alone runs none, and B alone 2 mul",
+    )
 
 
 def test_not_a_number_is_named_where_it_begins(platform: Platform, reference: Recording) -> None:

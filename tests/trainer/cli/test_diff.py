@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ def trained(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Sides train on simulated ranks of this process; the settings of each run."""
     runs: list[tuple[str, ...]] = []
 
-    def record(side: diff.Side, folder: Path, steps: int, perturbation: float = 0.0) -> Recording:
+    def record(side: diff.Side, folder: Path, steps: int, perturbation: float = 0.0, operations: Any = ()) -> Recording:
         settings = [*side.overrides, ("training.record_steps", str(steps)), ("training.record_only", "true")]
+        settings += [("training.record_operations", json.dumps(list(operations)))]
         settings += [("training.perturb_weights", repr(perturbation))]
         runs.append(tuple(f"{name}={value}" for name, value in settings))
         config = load_config(side.config, settings, registered=registries()).config
@@ -76,6 +78,7 @@ def test_a_difference_has_exit_code_1_and_a_picture(config: str, trained: Any, c
     out = capsys.readouterr().out
     assert "different from step 1, update of embed.weight on" in out
     assert "B is 0.2 times A" in out
+    assert "within  no operation of a module's forward" in out
     assert "<svg" in picture.read_text()
 
 
@@ -106,7 +109,10 @@ def test_the_decoder_is_within_rounding_of_transformers(
     # Another norm's epsilon is found at the first norm.
     wrong = "--a.model.rms_norm_eps=1e-2"
     assert main(["diff", str(config), f"hf:{tmp_path / 'model'}", "--steps=1", wrong]) == 1
-    assert "forward of layers.0.attention_norm" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    print(out)
+    assert "forward of layers.0.attention_norm" in out
+    assert "within  layers.0.attention_norm: " in out
 
 
 @pytest.mark.usefixtures("torch_suffices")

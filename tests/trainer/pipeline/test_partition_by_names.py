@@ -268,7 +268,7 @@ def test_stages_of_a_split_in_eval_mode_do_not_train(hp_platform):
 def test_functions_that_return_their_argument_are_refused(hp_platform):
     """On torch the identity shows only in the call; elsewhere the docstring says that it is lost."""
     if hp_platform.name != "torch":
-        pytest.skip("only torch lets function calls be watched")
+        pytest.skip("only functions of `ops` are watched there")
     from torch.nn import functional
 
     x, shift, _ = batch(hp_platform, 0)

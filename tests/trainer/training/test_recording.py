@@ -46,7 +46,9 @@ def references(lab: Lab) -> Any:
 def test_no_layout_differs_by_more_than_rounding(lab: Lab, references: Any, torch_or: Any, name: str) -> None:
     torch_or(name in ELSEWHERE)
     degrees, size = LAYOUTS[name]
-    run = lab.run(f"layout-{name}", degrees, size, **RECORDED)
+    # Its nodes run twice in a split backward.
+    split = {"pipeline__schedule": "zero_bubble_h1"} if "pp" in degrees and lab.platform.splits_backward else {}
+    run = lab.run(f"layout-{name}", degrees, size, **RECORDED, **split)
     found = compare(references(), Recording.load(run.digests_file))
     assert found.verdict == "within rounding", str(found)
     # Far from the limit, or another seed might pass it.

@@ -12,7 +12,8 @@ import numpy as np
 
 from hp_dtensor.debug.digest import LENGTH, norm_of, subtract
 from hp_dtensor.debug.kinds import MISSING, Kind, Pair, kind_of
-from hp_dtensor.debug.recording import PASSES, Event, Recording
+from hp_dtensor.debug.operations import pair_operations
+from hp_dtensor.debug.recording import OPERATION, PASSES, Event, Recording
 from hp_dtensor.exceptions import RecordingError
 
 # A rounding to nearest changes a number by at most this fraction of it.
@@ -77,6 +78,7 @@ class Comparison:
         notes: what could not be compared, and why.
         about: facts of A and of B.
         not_compared: number of tensors that only one side has, or that a side did not record.
+        operation: in words, in which operation the first difference arises; see `narrowed`.
     """
 
     verdict: Verdict
@@ -86,6 +88,7 @@ class Comparison:
     notes: tuple[str, ...]
     about: tuple[Mapping[str, Any], Mapping[str, Any]]
     not_compared: int = 0
+    operation: tuple[str, ...] = ()
 
     @property
     def not_checked(self) -> tuple[Difference, ...]:
@@ -115,6 +118,7 @@ class Comparison:
             if self.first.after is not None:
                 lines.append(f"  module  computed by the backward of what follows it; last equal: {self.first.after}")
             lines += [f"  where   {text}" for text in self.kind.where]
+            lines += [f"  within  {text}" for text in self.operation]
             vacuous = sum(not each.is_checked for each in checked)
             known = f", {vacuous} of them not checked" if vacuous else ""
             lines.append(f"  before  {len(checked)} tensors are equal or within rounding{known}")
@@ -181,6 +185,8 @@ def compare(a: Recording, b: Recording) -> Comparison:
     for step, of_a, of_b in _common(a, b):
         before: str | None = None
         previous = {name: (dict(of(step - 1))) for name, of in (("a", _lookup(a)), ("b", _lookup(b)))}
+        of_a, of_b, only = pair_operations(of_a, of_b)
+        notes += only
         _add_missing_gradients(of_a, of_b)
         _add_missing_gradients(of_b, of_a)
         not_compared += len(of_a.keys() ^ of_b.keys())
@@ -212,6 +218,35 @@ def compare(a: Recording, b: Recording) -> Comparison:
     if first is not None:
         kind = kind_of(first.pair, a.about, b.about, first.step)
     return Comparison(verdict, first, kind, tuple(found), tuple(notes), (a.about, b.about), not_compared)
+
+
+def narrowed(found: Comparison, again: Comparison) -> Comparison:
+    """Return a comparison with the operation in which its first difference arises.
+
+    Args:
+        again: of the same runs, with the operations of `modules_around` the first difference recorded in its step.
+    """
+    first = again.first
+    if found.first is None:
+        return found
+    if first is None:
+        return replace(found, operation=("the difference did not occur again: it is not the same in each run",))
+    pass_ = "forward" if first.pass_ == "forward" else "backward"
+    before = again.differences[: again.differences.index(first)]
+    same = [e for e in before if (e.step, e.pass_) == (first.step, pass_) and e.pair.a.operation is not None]
+    last = f"the last that agrees is {same[-1].name}" if same else "none agrees before it"
+    what = "output" if pass_ == "forward" else "gradient of its output"
+    if first.pair.a.operation is not None:
+        ranks = "".join(f", {text}" for text in (again.kind.where if again.kind else ()) if text.startswith("ranks"))
+        text = f"{first.name}, {what}{ranks}; {last}"
+    elif same:
+        text = f"the {what} agrees for all {len(same)} operations that A and B share; {last}"
+    else:
+        text = "A and B share no operation of these modules"
+    # What only one side runs there may be the cause.
+    modules = {each.pair.a.operation[0] for each in (first, *same[-1:]) if each.pair.a.operation} | {found.first.name}
+    notes = [note for note in again.notes if note.partition(OPERATION)[0] in modules]
+    return replace(found, operation=(text, *notes))
 
 
 def _verdict(first: Difference | None, found: Sequence[Difference], not_compared: int) -> Verdict:
@@ -334,7 +369,8 @@ def _missing(a: Recording, b: Recording) -> Iterator[str]:
         if only:
             yield f"only {side} has steps {only[0]} to {only[-1]}"
     for side, mine, other in (("A", a, b), ("B", b, a)):
-        keys = dict.fromkeys(e.key for step, events in mine.steps.items() if step in other.steps for e in events)
+        common = (e for step, events in mine.steps.items() if step in other.steps for e in events)
+        keys = dict.fromkeys(e.key for e in common if e.operation is None)
         theirs = {e.key for events in other.steps.values() for e in events}
         only_here = [described(*key) for key in keys if key not in theirs]
         if only_here:

@@ -8,7 +8,7 @@ import gzip
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ PASSES = ("forward", "loss", "backward", "gradient", "state", "weights")
 
 # Name of the output of the model itself.
 ROOT = "(model)"
+# Between the name of a module and an operation of its forward.
+OPERATION = ": "
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,12 @@ class Rows:
     positions: np.ndarray | None = None
     length: int = 0
 
-    def dims(self, shape: Sequence[int]) -> list[tuple[np.ndarray, int]] | None:
+    def dims(self, shape: Sequence[int], anywhere: bool = False) -> list[tuple[np.ndarray, int]] | None:
         """Return for each dimension its global indices and global size; None if these are not rows of the batch.
 
         Args:
             shape: of an activation `[samples, ...]`, `[samples, positions, ...]`, or `[samples * positions, ...]`.
+            anywhere: positions may be another dimension than the second, as in attention, where heads come before.
         """
         others = [(np.arange(size), size) for size in shape]
         if not shape:
@@ -84,6 +87,12 @@ class Rows:
         if shape[0] == len(self.samples) * len(self.positions):
             tokens = (self.samples[:, None] * self.length + self.positions).ravel()
             return [(tokens, self.num_samples * self.length), *others[1:]]
+        if anywhere and shape[0] == len(self.samples):
+            if len(self.positions) == self.length:
+                return [*leading, *others[1:]]
+            at = next((dim for dim, size in enumerate(shape) if dim and size == len(self.positions)), None)
+            if at is not None:
+                return [*leading, *others[1:at], (self.positions, self.length), *others[at + 1 :]]
         return None
 
 
@@ -94,8 +103,8 @@ class Event:
     Attributes:
         pass_: one of `PASSES`; `forward` and `backward` are the output of a module and its gradient, `loss` is a number
             of the global batch, the others belong to a parameter.
-        name: the module or parameter, in the unsharded model; `name[i]` is one of several outputs, and a state of an
-            optimizer is `parameter.slot`.
+        name: the module or parameter, in the unsharded model; `name[i]` is one of several outputs, a state of an
+            optimizer is `parameter.slot`, and `module: 3 softmax` is the third operation of a module's forward.
         dtype: name of its dtype.
         digest: its digest.
         growth: change relative to its norm when the initial weights change by one rounding; None: not measured.
@@ -110,6 +119,12 @@ class Event:
     @property
     def key(self) -> tuple[str, str]:
         return self.pass_, self.name
+
+    @property
+    def operation(self) -> tuple[str, str] | None:
+        """The module and the name of an operation; None: it is another tensor."""
+        module, separator, operation = self.name.partition(OPERATION)
+        return (module, operation.partition(" ")[2]) if separator and self.pass_ in ("forward", "backward") else None
 
 
 @dataclass
@@ -224,6 +239,14 @@ def _padded(values: np.ndarray) -> np.ndarray:
 
 
 @dataclass
+class _Call:
+    """A running forward of a module, and the number of operations that it has run itself; no module: its hooks run."""
+
+    module: str | None = None
+    count: int = 0
+
+
+@dataclass(frozen=True)
 class _Local:
     """This rank's record of a tensor in a step: a `Part` before it is gathered, with `values` on the device."""
 
@@ -232,8 +255,8 @@ class _Local:
     summand: int
     at: float
     values: Tensor
-    region: int = 0
-    numel: int = 0
+    region: int
+    numel: int
 
 
 class Recorder:
@@ -286,12 +309,15 @@ class Recorder:
         self.platform = platform_of(module, platform)
         self.rows: Rows | None = None
         self.gradient_factor = 1.0
+        self.operations: Callable[[str], bool] | None = None
         self.unplaced: set[str] = set()
+        self._calls: list[_Call] = []
         self._select_gradients = select_gradients
         self._module, self._select, self._rename, self._buffers = module, select, rename, buffers
         self._digester = Digester(self.platform)
         self._found: dict[tuple[str, str], _Local] = {}
         self._hooked: set[tuple[str, int]] = set()
+        self._again: list[tuple[str, _Local, _Local]] = []
         self._has_gradients = False
         self._start = time.monotonic()
         # First, since it joins the job of a program that has initialized torch.distributed itself.
@@ -314,10 +340,14 @@ class Recorder:
         self.rows = rows if rows is not None else self.rows
         self._found.clear()
         self._hooked.clear()
+        self._again.clear()
         self._has_gradients = False
         with contextlib.ExitStack() as stack:
             for handle in self._add_hooks():
                 stack.callback(handle.remove)
+            if self.operations is not None:
+                self._calls.clear()
+                stack.enter_context(self.platform.watch_functions(self._after_operation))
             yield self
         if not self._has_gradients:
             self.gradients()
@@ -356,9 +386,43 @@ class Recorder:
 
     def _add_hooks(self) -> Iterator[Removable]:
         for name, module in self.platform.named_modules(self._module):
-            if not self.platform.is_container(module) and (self._select is None or self._select(name)):
-                hook = self._after_forward(self._rename(name) if name else ROOT, self._select_gradients(name))
-                yield self.platform.add_forward_hook(module, hook)
+            if self.platform.is_container(module):
+                continue
+            title = self._rename(name) if name else ROOT
+            if self._select is None or self._select(name):
+                yield self.platform.add_forward_hook(module, self._after_forward(title, self._select_gradients(name)))
+            # Last, so that the hook above is one of those that are not followed.
+            if self.operations is not None:
+                yield from self._follow(module, title if self.operations(name) else None)
+
+    def _follow(self, module: Module, name: str | None) -> Iterator[Removable]:
+        """Know while a module's forward runs, but not the hooks before and after it, which gather or redistribute."""
+
+        def enter(*_: Any) -> None:
+            self._calls.append(_Call())
+
+        def start(*_: Any) -> None:
+            self._calls[-1] = _Call(name)
+
+        def leave(*_: Any) -> None:
+            self._calls.pop()
+
+        platform = self.platform
+        yield platform.add_forward_pre_hook(module, enter, prepend=True)
+        yield platform.add_forward_pre_hook(module, start)
+        yield platform.add_forward_hook(module, lambda *_: self._calls.__setitem__(-1, _Call()), prepend=True)
+        yield platform.add_forward_hook(module, leave, always_call=True)
+
+    def _after_operation(self, operation: str, result: Any) -> None:
+        call = self._calls[-1] if self._calls else _Call()
+        results = result if isinstance(result, (tuple, list)) else [result]
+        tensors = [x for x in results if isinstance(x, self.platform.Tensor) and self.platform.is_floating(x.dtype)]
+        if call.module is None or not tensors:
+            return
+        call.count += 1
+        name = f"{call.module}{OPERATION}{call.count} {operation.rpartition('.')[2].strip('_')}"
+        for index, x in enumerate(tensors):
+            self._output(f"{name}[{index}]" if len(tensors) > 1 else name, x, True)
 
     def _after_forward(self, name: str, has_gradients: bool) -> Callable[..., None]:
         def after(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -375,31 +439,47 @@ class Recorder:
         placed = self._placed(x)
         if is_first:
             self._record("forward", name, x)
-        if placed is None or not has_gradients or not platform.requires_grad(x):
+        # Within a node of autograd nothing is recorded by it, though its arguments require gradients.
+        has_gradients = has_gradients and platform.is_grad_enabled() and platform.requires_grad(x)
+        if placed is None or not has_gradients:
             return
         key = (name, placed[1].key)
         # A checkpointed forward that was not recorded by autograd gets its hooks when it is repeated.
         if is_first or key not in self._hooked:
             self._hooked.add(key)
-            rows = self.rows
-            platform.add_gradient_hook(x, lambda grad: self._backward(name, grad, rows))
+            rows, before = self.rows, list[_Local]()
+            platform.add_gradient_hook(x, lambda grad: self._backward(name, grad, rows, before))
 
-    def _backward(self, name: str, gradient: Tensor, rows: Rows | None) -> None:
+    def _backward(self, name: str, gradient: Tensor, rows: Rows | None, before: list[_Local]) -> None:
+        """Record the gradient of an output; `before` has the one of an earlier call for the same output."""
         current, self.rows = self.rows, rows
         try:
-            self._record("backward", name, gradient, self.gradient_factor)
+            found = self._digest("backward", name, gradient, self.gradient_factor)
         finally:
             self.rows = current
+        if found is not None and before:
+            self._again.append((name, before[0], found))
+        elif found is not None:
+            before.append(found)
+            self._add("backward", name, found)
 
-    def _record(self, pass_: str, name: str, x: Any, factor: float = 1.0, *, of_parameter: bool = False) -> None:
+    def _record(self, pass_: str, name: str, x: Any, *, of_parameter: bool = False) -> None:
         """Add the digest of a tensor to the step."""
+        found = self._digest(pass_, name, x, of_parameter=of_parameter)
+        if found is not None:
+            self._add(pass_, name, found)
+
+    def _digest(
+        self, pass_: str, name: str, x: Any, factor: float = 1.0, *, of_parameter: bool = False
+    ) -> _Local | None:
+        """Return the digest of a tensor; None: it has none."""
         platform = self.platform
         placed = self._placed(x, of_parameter)
         if placed is None:
             # Of integers, such as the experts that a router selects, nothing is recorded anywhere.
-            if isinstance(x, platform.Tensor) and platform.is_floating(x.dtype):
+            if isinstance(x, platform.Tensor) and platform.is_floating(x.dtype) and OPERATION not in name:
                 self.unplaced.add(name)
-            return
+            return None
         local, region, summand = placed
         with platform.no_grad():
             values = self._digester.local(local, region)
@@ -408,15 +488,29 @@ class Recorder:
                 scale[SQUARES] = factor * factor
                 weights = platform.from_numpy(np.array(scale), platform.device_of(values))
                 values = platform.ops.mul(values, platform.ops.cast(weights, values.dtype))
-            known = self._found.get((pass_, name))
-            if known is None:
-                dtype = platform.dtype_name(local.dtype)
-                known = _Local(region.shape, dtype, summand, time.monotonic() - self._start, values)
-                self._found[pass_, name] = known
-            else:
-                known.values = platform.ops.add(known.values, values)
-        known.region = (known.region + region.key) % 2**62
-        known.numel += region.numel
+        at = time.monotonic() - self._start
+        return _Local(region.shape, platform.dtype_name(local.dtype), summand, at, values, region.key, region.numel)
+
+    def _add(self, pass_: str, name: str, found: _Local) -> None:
+        known = self._found.setdefault((pass_, name), found)
+        if known is not found:
+            with self.platform.no_grad():
+                values = self.platform.ops.add(known.values, found.values)
+            region = (known.region + found.region) % 2**62
+            self._found[pass_, name] = replace(known, values=values, region=region, numel=known.numel + found.numel)
+
+    def _add_again(self) -> None:
+        """Add gradients of outputs that had one already, unless a split backward has computed the same one again."""
+        again, self._again = self._again, []
+        if not again:
+            return
+        with self.platform.no_grad():
+            pairs = [each.values for _, first, second in again for each in (first, second)]
+            rows = self.platform.to_numpy(self.platform.ops.cat(pairs, 0)).reshape(-1, 2, LENGTH)
+        for (name, _, second), (old, new) in zip(again, rows, strict=True):
+            # Nodes written in Python run in both parts of a split backward (`Platform.split_backward`).
+            if old.tobytes() != new.tobytes():
+                self._add("backward", name, second)
 
     def _placed(self, x: Any, of_parameter: bool = False) -> tuple[Tensor, Region, int] | None:
         """Return the local tensor, its region in the global tensor, and its summand; None: it is not recorded."""
@@ -425,14 +519,16 @@ class Recorder:
         if not isinstance(x, platform.Tensor) or not platform.is_floating(x.dtype):
             return None
         if isinstance(x, DTensor):
-            rows = None if of_parameter or self.rows is None else self.rows.dims(x.spec.shape)
+            rows = (
+                None if of_parameter or self.rows is None else self.rows.dims(x.spec.shape, self.operations is not None)
+            )
             if rows is None and not (of_parameter or self.rows is None):
                 return None
             return local_of(platform, x), region_of_spec(x.spec, rows), summand_of_spec(x.spec)
         shape = tuple(x.shape)
         dims: Sequence[tuple[np.ndarray, int]] | None = [(np.arange(size), size) for size in shape]
         if not of_parameter and self.rows is not None:
-            dims = self.rows.dims(shape)
+            dims = self.rows.dims(shape, self.operations is not None)
         elif not of_parameter and (world := existing_world(platform)).size > 1 and not shape:
             # Such as a loss, which is that of the rank's own samples.
             dims = None
@@ -445,6 +541,7 @@ class Recorder:
 
     def _finish(self, number: int) -> None:
         """Gather the digests of all ranks and combine them."""
+        self._add_again()
         found, platform = self._found, self.platform
         facts = [[*key, e.shape, e.dtype, e.summand, e.at, e.region, e.numel] for key, e in found.items()]
         with platform.no_grad():
@@ -501,12 +598,17 @@ def _combined(gathered: Sequence[bytes]) -> list[Event]:
             times[key] = min(at, times.get(key, at))
     problems, events = [], []
     for key in sorted(parts, key=lambda key: (PASSES.index(key[0]), times[key])):
+        # What an operation returns may be local to a rank in every way.
+        if OPERATION in key[1] and len(forms[key]) > 1:
+            continue
         if len(forms[key]) > 1:
             different = " and ".join(f"{dtype}{list(shape)} on rank {r}" for (shape, dtype), r in forms[key].items())
             problems.append(f"{key[0]} of {key[1]} is {different}")
             continue
         [(shape, dtype)] = forms[key]
         digest = combine(shape, parts[key])
+        if OPERATION in key[1] and digest.count != round(digest.count):
+            continue
         if digest.count != round(digest.count):
             problems.append(f"{key[0]} of {key[1]} has {digest.count:.3g} times the elements of {list(shape)}")
         events.append(Event(*key, dtype, digest))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 import click
 import yaml
 
-from hp_dtensor.debug import Comparison, Recording, compare, draw, measure_growth
+from hp_dtensor.debug import Comparison, Recording, compare, draw, measure_growth, modules_around, narrowed
 from hp_dtensor.debug.comparison import UNITS
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.launch import is_launched
@@ -22,7 +23,7 @@ from hp_trainer.cli.completion import yaml_files
 from hp_trainer.cli.shared import check_file_to_write, load, print_message
 from hp_trainer.config import dump_config
 from hp_trainer.exceptions import ConfigError, Problem
-from hp_trainer.models.hugging_face.reference import reference_names, with_our_names
+from hp_trainer.models.hugging_face.reference import reference_names, their_modules, with_our_names
 from hp_trainer.run import RunFolder
 from hp_trainer.training.recording import read_recording
 
@@ -103,8 +104,11 @@ class Side:
     def config(self) -> Path:
         return RunFolder(self.source).config_file if self.source.is_dir() else self.source
 
-    def record(self, folder: Path, steps: int, perturbation: float = 0.0) -> Recording:
+    def record(self, folder: Path, steps: int, perturbation: float = 0.0, operations: Sequence[str] = ()) -> Recording:
         """Train the first steps in a run folder of their own, and return their digests.
+
+        Args:
+            operations: modules whose operations are recorded in the last step.
 
         Raises:
             RecordingError: the run failed; the message ends with its last lines.
@@ -116,6 +120,7 @@ class Side:
             ("training.record_steps", str(steps)),
             ("training.record_only", "true"),
             ("training.perturb_weights", repr(perturbation)),
+            ("training.record_operations", json.dumps(list(operations))),
         ]
         words = [f"--{path}={value}" for path, value in settings]
         # -P keeps the working directory off the import path.
@@ -146,8 +151,9 @@ def diff_command(a: str, b: str | None, steps: int, to: Path | None, record: Pat
     side imports; B is A by default. Settings are for both sides, and with --a.SETTING or --b.SETTING for one of them:
     --b.parallel.tp=2. --b.python=PATH trains it in another environment. Both sides start from the same weights and
     samples. A is trained twice, the second time with every weight changed by one rounding, which shows how much
-    rounding explains. The exit code is 0 if they are equal or within rounding, 1 if they differ or are not
-    finite, and 2 if they cannot be compared, as when a side fails.
+    rounding explains. If they differ, both are trained once more up to there, to find the operation. The exit code is 0
+    if they are equal or within rounding, 1 if they differ or are not finite, and 2 if they cannot be compared, as when
+    a side fails.
     """
     if is_launched():
         raise click.UsageError("diff starts its runs itself; do not start it under torchrun or msrun")
@@ -155,10 +161,13 @@ def diff_command(a: str, b: str | None, steps: int, to: Path | None, record: Pat
     if all(side.directory is not None for side in sides):
         raise click.UsageError("one side must be a configuration, a run or a file of digests")
     with tempfile.TemporaryDirectory(prefix="hp-diff-") as folder:
-        recordings = _recordings(sides, Path(folder), steps)
+        runs = Runs(sides, Path(folder))
+        recordings = runs.recordings(steps)
+        found: Comparison = compare(*recordings)
+        if found.first is not None:
+            found = runs.narrowed(found)
     if record is not None:
         recordings[0].save(record)
-    found: Comparison = compare(*recordings)
     print(found)
     if to is not None:
         draw(found, to)
@@ -179,32 +188,67 @@ def _side(source: str, overrides: Overrides, letter: str) -> Side:
     return Side(path, (*both, *own), python, tuple(own))
 
 
-def _recordings(sides: Sequence[Side], folder: Path, steps: int) -> list[Recording]:
-    """Record both sides, and how rounding grows in A, or in B if A is recorded already."""
-    numbers, names = itertools.count(), [dict[str, str]() for _ in sides]
-    sides = list(sides)
-    for number, side in enumerate(sides):
-        if side.directory is not None:
-            sides[number], names[number] = side.of_transformers(sides[1 - number], folder)
+class Runs:
+    """The runs of a comparison.
 
-    def recorded(side: Side, perturbation: float = 0.0) -> Recording:
-        if side.recorded is not None and not perturbation:
+    Args:
+        sides: A and B.
+        folder: where they are trained.
+    """
+
+    def __init__(self, sides: Sequence[Side], folder: Path) -> None:
+        self._sides, self._folder, self._numbers = list(sides), folder, itertools.count()
+        # Of a side that transformers computes: the decoder's names.
+        self._names: list[dict[str, str]] = [{} for _ in sides]
+        for number, side in enumerate(sides):
+            if side.directory is not None:
+                self._sides[number], self._names[number] = side.of_transformers(sides[1 - number], folder)
+
+    def recordings(self, steps: int) -> list[Recording]:
+        """Record both sides, and how rounding grows in A, or in B if A is recorded already."""
+        sides = self._sides
+        found = [self._recorded(number, steps) for number in range(len(sides))]
+        if any(event.growth is not None for each in found for events in each.steps.values() for event in events):
+            return found
+        # A trained side shows the growth as well as the other one.
+        trained = next((number for number, side in enumerate(sides) if side.recorded is None), 0)
+        if sides[trained].recorded is not None and not sides[trained].source.is_dir():
+            trained = 1 if sides[1].source.is_dir() else 0
+        if sides[trained].source.suffix == ".gz":
+            # Neither side can be trained; `compare` says so.
+            return found
+        return self._with_growth(found, trained, steps)
+
+    def narrowed(self, found: Comparison) -> Comparison:
+        """Train both sides up to the first difference once more, and return it with the operation that it begins in."""
+        first = found.first
+        assert first is not None
+        modules = modules_around(first.pass_, first.name, first.after)
+        if not modules or not first.step:
+            return replace(found, operation=("no operation of a module's forward: it is not computed by one",))
+        if first.pass_ == "gradient" and "experts" in modules[0].split("."):
+            return replace(found, operation=("not narrowed: rows of experts have an order of their own on each rank",))
+        if any(side.source.suffix == ".gz" for side in self._sides):
+            return replace(found, operation=("not narrowed: give a run or a YAML file in place of a file of digests",))
+        again = [self._recorded(number, first.step, operations=modules) for number in range(len(self._sides))]
+        return narrowed(found, compare(*self._with_growth(again, 0, first.step, modules)))
+
+    def _with_growth(
+        self, found: Sequence[Recording], number: int, steps: int, operations: Sequence[str] = ()
+    ) -> list[Recording]:
+        unit = max(UNITS[name] for each in found for name in each.about["dtypes"])
+        perturbed = self._recorded(number, steps, unit, operations)
+        return [measure_growth(each, perturbed) if at == number else each for at, each in enumerate(found)]
+
+    def _recorded(
+        self, number: int, steps: int, perturbation: float = 0.0, operations: Sequence[str] = ()
+    ) -> Recording:
+        side, names = self._sides[number], self._names[number]
+        if side.recorded is not None and not perturbation and not operations:
             return read_recording(str(side.recorded))
         what = f" with weights changed by {perturbation:.0e}" if perturbation else ""
-        print_message(f"recording {steps} steps of {side}{what}")
-        return side.record(folder / str(next(numbers)), steps, perturbation)
-
-    found = [with_our_names(recorded(side), known) for side, known in zip(sides, names, strict=True)]
-    if any(event.growth is not None for each in found for events in each.steps.values() for event in events):
-        return found
-    # A trained side shows the growth as well as the other one.
-    trained = next((number for number, side in enumerate(sides) if side.recorded is None), 0)
-    if sides[trained].recorded is not None and not sides[trained].source.is_dir():
-        trained = 1 if sides[1].source.is_dir() else 0
-    if sides[trained].source.suffix == ".gz":
-        # Neither side can be trained; `compare` says so.
-        return found
-    unit = max(UNITS[name] for each in found for name in each.about["dtypes"])
-    perturbed = with_our_names(recorded(sides[trained], unit), names[trained])
-    found[trained] = measure_growth(found[trained], perturbed)
-    return found
+        more = f" and the operations of {operations[0]}" if operations else ""
+        print_message(f"recording {steps} steps of {side}{what}{more}")
+        chosen = their_modules(operations, names) if names else operations
+        found = side.record(self._folder / str(next(self._numbers)), steps, perturbation, chosen)
+        return with_our_names(found, names)

@@ -149,6 +149,9 @@ class TrainingConfig:
     record_steps: int | None = Field(
         None, ge=1, description="record digests of the first n steps in digests.gz, for hp-train diff; null: none"
     )
+    record_operations: tuple[str, ...] = Field(
+        (), description="modules of which each operation is recorded, in the last recorded step; (model): of the model"
+    )
     record_only: bool = Field(False, description="end the run after the recorded steps, without a checkpoint")
     perturb_weights: float = Field(
         0.0, ge=0, le=0.01, description="relative change of every initial weight, which shows how rounding grows"
@@ -193,6 +196,8 @@ class TrainingConfig:
         yield from self._memory_problems()
         if self.record_only and self.record_steps is None:
             yield Problem(path="record_only", what="has no effect without training.record_steps", expected="false")
+        if self.record_operations and self.record_steps is None:
+            yield Problem(path="record_operations", what="has no effect without training.record_steps", expected="[]")
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is not None and batch % micro:
             yield Problem(

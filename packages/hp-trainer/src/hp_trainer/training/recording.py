@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.debug import Comparison, Recorder, Recording, Rows, compare
-from hp_dtensor.debug.recording import append
+from hp_dtensor.debug.recording import ROOT, append
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.parallel.attention import SequenceSharding
 from hp_moe import LoadMetrics
@@ -90,6 +90,11 @@ class StepRecorder:
         self._first_row = first_row
         self._recorder.gradient_factor = 1 / self._setup.scaler.get_scale()
         about = dict(self._recorder.recording.about)
+        training = self._setup.config.training
+        chosen = training.record_operations if number == training.record_steps else ()
+        self._recorder.operations = (
+            (lambda name: _is_in_order(name or ROOT) and (name or ROOT) in chosen) if chosen else None
+        )
         with self._recorder.step(number):
             yield
         steps = self._recorder.recording.steps

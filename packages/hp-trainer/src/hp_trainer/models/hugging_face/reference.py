@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from hp_dtensor.debug.recording import OPERATION
 from hp_trainer.config import section
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.tensor_map import build_tensor_map
@@ -66,6 +67,16 @@ def _modules(theirs: str, ours: str) -> Iterator[tuple[str, str]]:
             yield ".".join(their_parts[: at[0]]), ".".join(our_parts[: at[1]])
 
 
+def their_modules(modules: Iterable[str], names: dict[str, str]) -> list[str]:
+    """Return the names in the trained model of transformers of the decoder's modules that it has alike.
+
+    Args:
+        names: see `reference_names`.
+    """
+    theirs = {ours: name for name, ours in names.items()}
+    return [_WRAPPED + theirs[each] for each in modules if each in theirs]
+
+
 def with_our_names(recording: Recording, names: dict[str, str]) -> Recording:
     """Return a recording of a model of transformers under the names of the decoder.
 
@@ -79,11 +90,16 @@ def with_our_names(recording: Recording, names: dict[str, str]) -> Recording:
             name, slot = event.name.removeprefix(_WRAPPED), ""
             if event.pass_ == "state":
                 name, _, slot = name.rpartition(".")
+            operation = ""
+            if event.operation is not None:
+                name, operation = name.split(OPERATION)
+                operation = OPERATION + operation
             # Attention and experts of transformers return a tuple, of which the first one is the output.
-            if event.pass_ in ("forward", "backward"):
+            elif event.pass_ in ("forward", "backward"):
                 name = name.removesuffix("[0]")
             ours = names.get(name)
-            renamed.append(replace(event, name=event.name if ours is None else f"{ours}.{slot}" if slot else ours))
+            own = f"{ours}.{slot}" if slot else f"{ours}{operation}"
+            renamed.append(replace(event, name=event.name if ours is None else own))
         steps[step] = renamed
     about = dict(recording.about)
     if "unplaced" in about:
