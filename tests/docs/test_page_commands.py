@@ -20,8 +20,8 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "tour.md", *sorted((ROOT / "docs" /
 # A command on a line of its own, indented or in a fenced block, without its comment; or between backticks.
 COMMAND = re.compile(r"^(?: {4})?(hp-train [^\n`]*?)(?: {2,}#.*| # .*)?$|`(hp-train [^`]+)`", re.MULTILINE)
 READ_ONLY = ("plan", "layouts", "schedule", "settings", "check", "tokenizer")
-# They need a run, or a model on disk. `proof_page_commands.py` runs those of the tour.
-NEED_A_RUN = ("resume", "report", "compare", "checkpoints", "diff", "evaluate", "export", "import", "profile")
+# They need a run, a model on disk, or a minute. `proof_page_commands.py` runs those of the tour.
+NEED_A_RUN = ("doctor", "resume", "report", "compare", "checkpoints", "diff", "evaluate", "export", "import", "profile")
 
 
 def commands() -> Iterator[tuple[Path, list[str]]]:
