@@ -10,6 +10,7 @@ import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
+from hp_dtensor.launch import current_generation, next_generation
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.parallel import ParallelDims
 
@@ -62,3 +63,37 @@ def total_of_pairs(name):
             world.group(ranks).all_reduce(x)
             sums.append(float(platform.to_numpy(x)[0]))
     return sums
+
+
+def total_through_deaths(name, signals):
+    """The sum over all ranks, and the generations in which it was tried; ranks send themselves signals.
+
+    Args:
+        signals: by "generation:rank", the signal.
+    """
+    platform, generations = get_platform(name), []
+    while True:
+        generation = current_generation().number
+        generations.append(generation)
+        world = pair = None
+        try:
+            world = current_world(platform)
+            pair = world.group([world.rank // 2 * 2, world.rank // 2 * 2 + 1])
+            pair.all_reduce(platform.from_numpy(np.ones(3, np.float32)))
+            if (number := signals.get(f"{generation}:{world.rank}")) is not None:
+                os.kill(os.getpid(), number)
+                time.sleep(60)
+            return total(name), generations
+        except RuntimeError:
+            pass
+        # Without the error, whose frames refer to the groups of this generation.
+        del world, pair
+        if next_generation() is None:
+            raise RuntimeError("another error")
+
+
+def fail_alone(name):
+    """Rank 1 asks for the next generation, though no rank has died."""
+    if current_world(get_platform(name)).rank == 1 and next_generation() is None:
+        raise RuntimeError("the loss is no number")
+    return total(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,7 @@ from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import device_index, from_environment, is_launched
 from hp_dtensor.platform.interface import DeviceFacts, Platform
 from hp_platform_torch.comm.backends import device_types, shares_devices
-from hp_platform_torch.comm.world import TorchWorld, join, joined_store, leave
+from hp_platform_torch.comm.world import TorchWorld, join, joined_store, leave, serve
 from hp_platform_torch.profiling import peak_flops
 
 
@@ -65,12 +66,32 @@ class TorchProcesses(Platform):
         Raises:
             PlatformError: this process has joined a job already, or the job cannot be joined.
         """
+        return self._connect(rank, size, address, timeout_seconds, local_rank, is_served=False)
+
+    def serve_meeting_point(self, host: str) -> tuple[str, Callable[[], None]]:
+        return serve(host)
+
+    def connect_served(
+        self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0
+    ) -> World:
+        return self._connect(rank, size, address, timeout_seconds, local_rank, is_served=True)
+
+    def abort_collectives(self) -> None:
+        if isinstance(self._world, TorchWorld):
+            self._world.abort()
+
+    def _connect(
+        self, rank: int, size: int, address: str, timeout_seconds: float, local_rank: int, *, is_served: bool
+    ) -> World:
         if self._world is not None:
             if self._default_group is not None and (rank, size) == (self._world.rank, self._world.size):
                 return self._world
             raise PlatformError(
                 f"this process is already rank {self._world.rank} of a job of {self._world.size}; disconnect() first"
             )
+        if is_served:
+            # By default torch ends the process when a peer of an NCCL communicator has died.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         timeout = timedelta(seconds=timeout_seconds)
         self._use_device(local_rank)
         self._connections += 1
@@ -82,7 +103,7 @@ class TorchProcesses(Platform):
             atexit.register(self._follow_destruction)
             store = joined_store(self._connections)
         elif size > 1:
-            store = join(rank, size, address, timeout)
+            store = join(rank, size, address, timeout, is_served=is_served)
             self._owns_process_group = True
         self._world = TorchWorld(rank, size, self, store, timeout)
         self._default_group = None

@@ -2,5 +2,18 @@
 
 from hp_dtensor.launch.environment import RankEnvironment, from_environment, is_launched, rank_environment
 from hp_dtensor.launch.local_launch import RankPool, launch
+from hp_dtensor.launch.rank_process import Generation, current_generation, next_generation
+from hp_dtensor.launch.replacement import Replacement
 
-__all__ = ["RankEnvironment", "RankPool", "from_environment", "is_launched", "launch", "rank_environment"]
+__all__ = [
+    "Generation",
+    "RankEnvironment",
+    "RankPool",
+    "Replacement",
+    "current_generation",
+    "from_environment",
+    "is_launched",
+    "launch",
+    "next_generation",
+    "rank_environment",
+]

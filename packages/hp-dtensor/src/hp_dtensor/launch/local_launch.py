@@ -13,6 +13,7 @@ from typing import Any, Self
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch.local_ranks import LocalRanks, Output
 from hp_dtensor.launch.rank_process import target_name
+from hp_dtensor.launch.replacement import ReplacedRanks, Replacement
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 
@@ -27,6 +28,7 @@ def launch(
     timeout_seconds: float = 300.0,
     grace_seconds: float = 5.0,
     stop_seconds: float | None = None,
+    replacement: Replacement | None = None,
 ) -> list[Any]:
     """Run `target(*args)` in `num_ranks` local processes that form one job, and return the results by rank.
 
@@ -46,8 +48,11 @@ def launch(
         grace_seconds: after a rank has failed, time between SIGTERM to the others and SIGKILL.
         stop_seconds: the same after a signal; default `grace_seconds`. Ranks that save a checkpoint before they exit
             need more.
+        replacement: rules by which ranks that die are replaced while the others go on. `target` then calls
+            `hp_dtensor.launch.next_generation` when a collective fails, and starts again on the new ranks.
 
     Raises:
+        CapabilityError: the platform cannot replace ranks; no process was started.
         LaunchError: a rank failed or died. The message has its number, error and traceback. All others are ended.
         PlatformError: the platform cannot be used; no process was started.
     """
@@ -55,7 +60,12 @@ def launch(
         raise LaunchError(f"launch needs at least one rank, got num_ranks={num_ranks}")
     name = target_name(target)
     output = Output(folder=None if log_dir is None else Path(log_dir))
-    ranks = LocalRanks(get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds)
+    if replacement is None:
+        ranks = LocalRanks(get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds)
+    else:
+        ranks = ReplacedRanks(
+            get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds, replacement=replacement
+        )
     stopper = _Stopper(ranks, grace_seconds if stop_seconds is None else stop_seconds)
     with held_signals(stopper.stop), _stacks_on_request(ranks):
         try:

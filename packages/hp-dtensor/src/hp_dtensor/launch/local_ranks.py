@@ -28,11 +28,12 @@ _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "
     "from hp_dtensor.launch.rank_process import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 'True')"
 )
-_IMPORT_SECONDS = 300.0  # minimal limit for starting an interpreter and importing a framework on a busy machine
+IMPORT_SECONDS = 300.0  # minimal limit for starting an interpreter and importing a framework on a busy machine
 _OTHERS_SECONDS = 1.0  # waiting time for errors of other ranks after the first one
 _STACK_SECONDS = 10.0  # maximal time for the ranks to write their stacks
 _END_SECONDS = 10.0  # maximal time from a closed pipe to the end of the process, which may have to free much memory
-_STOPPED_STATES = ("T", "t")
+STOPPED = ("T",)  # states of proc(5)
+_STOPPED_STATES = (*STOPPED, "t")  # or by a debugger
 _SILENT_STATES = (*_STOPPED_STATES, "Z", "X")  # stopped or ended
 _TAIL_LINES = 30
 _TAIL_BYTES = 20_000
@@ -43,7 +44,7 @@ _LOOPBACK_SECONDS = 30.0
 
 
 @dataclass(slots=True)
-class _Process:
+class Process:
     """The process of one rank. `output` is its log, or None if it writes to this process's terminal."""
 
     rank: int
@@ -84,14 +85,14 @@ class Output:
     folder: Path | None = None
     terminal: bool = True
 
-    def file_of(self, rank: int) -> IO[bytes] | None:
-        """Return an open file for a rank's output, or None for the terminal."""
+    def file_of(self, rank: int, *, again: bool = False) -> IO[bytes] | None:
+        """Return an open file for a rank's output, or None for the terminal; `again` to append to its log."""
         if rank == 0 and self.terminal:
             return None
         if self.folder is None:
             return tempfile.TemporaryFile()
         self.folder.mkdir(parents=True, exist_ok=True)
-        return (self.folder / f"rank{rank}.log").open("w+b")
+        return (self.folder / f"rank{rank}.log").open("a+b" if again else "w+b")
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class LocalRanks:
     output: Output = field(default_factory=Output)
     timeout_seconds: float = 300.0
     grace_seconds: float = 5.0
-    _processes: list[_Process] = field(default_factory=list)
+    _processes: list[Process] = field(default_factory=list)
 
     def start(self, check: Callable[[], None] = lambda: None) -> None:
         """Start all ranks and wait until each has joined the job.
@@ -133,13 +134,13 @@ class LocalRanks:
     def _start(self, check: Callable[[], None]) -> None:
         try:
             for rank in range(self.size):
-                with _interrupts_blocked():
+                with interrupts_blocked():
                     self._processes.append(self._spawn(rank))
                 check()
             for process in self._processes:
-                setup = Setup(self.platform.name, process.rank, self.size, self.timeout_seconds, tuple(sys.argv))
+                setup = Setup(self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv)
                 self._send(process, setup)
-            self._collect(self._processes, max(self.timeout_seconds, _IMPORT_SECONDS))
+            self._collect(self._processes, max(self.timeout_seconds, IMPORT_SECONDS))
             # All have imported the framework. Only now is the port chosen, so that it is free for a short time only.
             self._send_all(None)
             address = self._collect(self._processes[:1], self.timeout_seconds)[0]
@@ -169,7 +170,7 @@ class LocalRanks:
 
     def write_stacks(self) -> None:
         """Make every rank write its Python stacks to its output. Its children get no signal, which would end them."""
-        # `os.kill` reaches the rank alone; `_Process.signal` would reach its process group.
+        # `os.kill` reaches the rank alone; `Process.signal` would reach its process group.
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.popen.pid, signal.SIGUSR1)
@@ -192,10 +193,14 @@ class LocalRanks:
         """Kill the ranks without a grace time."""
         self._clear()
 
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return tuple(sys.argv)
+
     # Internals -------------------------------------------------------------------------------------------
 
-    def _spawn(self, rank: int) -> _Process:
-        output = self.output.file_of(rank)
+    def _spawn(self, rank: int, *, again: bool = False) -> Process:
+        output = self.output.file_of(rank, again=again)
         ours, theirs = Pipe()
         with theirs:
             fd = theirs.fileno()
@@ -216,18 +221,18 @@ class LocalRanks:
                 # In a new session, Ctrl-C reaches only this process, which then decides which signal the ranks get.
                 start_new_session=True,
             )
-        return _Process(rank, popen, ours, output)
+        return Process(rank, popen, ours, output)
 
     def _send_all(self, message: Any) -> None:
         for process in self._processes:
             self._send(process, message)
 
-    def _send(self, process: _Process, message: Any) -> None:
+    def _send(self, process: Process, message: Any) -> None:
         # The end of a rank is detected and reported where its answer is read.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             process.connection.send(message)
 
-    def _collect(self, processes: Sequence[_Process], timeout_seconds: float | None) -> list[Any]:
+    def _collect(self, processes: Sequence[Process], timeout_seconds: float | None) -> list[Any]:
         """Return one answer of each process. Raise as soon as any rank fails."""
         answers: dict[int, Any] = {}
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
@@ -241,7 +246,7 @@ class LocalRanks:
                 raise self._late(missing, timeout_seconds or 0.0)
         return [answers[process.rank] for process in processes]
 
-    def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[_Process, Any]]:
+    def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[Process, Any]]:
         """Wait until messages are available, yield the answers, and store failures in their processes."""
         alive = {process.connection: process for process in self._processes if not process.has_ended}
         for connection in wait(list(alive), timeout_seconds):
@@ -273,7 +278,7 @@ class LocalRanks:
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
         silent = [process for process in self._processes if not process.failure and not process.has_ended]
         # A stopped rank never reports anything, and may be what the others timed out on.
-        stopped = [process for process in silent if _state(process) in _STOPPED_STATES]
+        stopped = [process for process in silent if state_of(process) in _STOPPED_STATES]
         lines += [f"rank {process.rank} is stopped, as by SIGSTOP" for process in stopped]
         message = "\n".join(line.rstrip() for line in lines if line)
         error = (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
@@ -281,14 +286,14 @@ class LocalRanks:
             error.__cause__ = _RankError(f"rank {rank}:\n{first.traceback}")
         return error
 
-    def _late(self, missing: Sequence[_Process], seconds: float) -> LaunchError:
+    def _late(self, missing: Sequence[Process], seconds: float) -> LaunchError:
         """Return the error of ranks that did not answer in time, with their Python stacks."""
         self._await_stacks(missing)
         stacks = "\n".join(f"rank {process.rank}:\n{process.tail()}" for process in missing)
         who = ", ".join(str(process.rank) for process in missing)
         return LaunchError(f"no answer from rank {who} of {self.size} within {seconds:g} s\n{stacks}", missing[0].rank)
 
-    def _await_stacks(self, processes: Sequence[_Process]) -> None:
+    def _await_stacks(self, processes: Sequence[Process]) -> None:
         """Make every rank write its Python stacks, and wait until the logs of `processes` contain them."""
         begins = [(process, process.output_size()) for process in processes if process.output is not None]
         self.write_stacks()
@@ -297,7 +302,7 @@ class LocalRanks:
             begins = [
                 (process, begin)
                 for process, begin in begins
-                if _LAST_FRAME not in process.end_of_output(begin) and _state(process) not in _SILENT_STATES
+                if _LAST_FRAME not in process.end_of_output(begin) and state_of(process) not in _SILENT_STATES
             ]
             time.sleep(0.02)
 
@@ -313,12 +318,17 @@ class LocalRanks:
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for process in self._processes:
-            # Reaped last: until then the process group exists and can be signalled.
-            process.popen.wait()
-            process.connection.close()
-            if process.output is not None:
-                process.output.close()
+            self._release(process)
         self._processes = []
+
+    def _release(self, process: Process) -> None:
+        """Kill what remains of a rank and its children, and release its resources."""
+        process.signal(signal.SIGKILL)
+        # Reaped last: until then the process group exists and can be signalled.
+        process.popen.wait()
+        process.connection.close()
+        if process.output is not None:
+            process.output.close()
 
 
 def _check_loopback() -> None:
@@ -342,7 +352,7 @@ class _AddressTaken(LaunchError):
 
 
 @contextlib.contextmanager
-def _interrupts_blocked() -> Iterator[None]:
+def interrupts_blocked() -> Iterator[None]:
     """Block SIGINT in this thread and in processes started in the block, until `rank_process.main` unblocks it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -368,7 +378,7 @@ def _is_launchers(name: str) -> bool:
     )
 
 
-def _state(process: _Process) -> str:
+def state_of(process: Process) -> str:
     """Return the state letter of a rank's process (proc(5)), or an empty string if the system does not report it."""
     try:
         stat = Path(f"/proc/{process.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -378,7 +388,7 @@ def _state(process: _Process) -> str:
     return "".join(stat.rpartition(")")[2].split()[:1])
 
 
-def _exit_code(process: _Process) -> int | None:
+def _exit_code(process: Process) -> int | None:
     """Return the exit code of a rank whose pipe is closed.
 
     The process is not reaped (WNOWAIT), so that its process group can still be signalled.

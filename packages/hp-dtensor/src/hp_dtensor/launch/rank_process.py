@@ -33,13 +33,18 @@ from hp_dtensor.platform.selection import get_platform
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """First message to a rank: the platform, its rank and the size of the job."""
+    """First message to a rank: the platform, its rank and the size of the job.
+
+    Attributes:
+        replaces: ranks that die are replaced; the parent serves the meeting point.
+    """
 
     platform: str
     rank: int
     size: int
     timeout_seconds: float
     argv: tuple[str, ...]
+    replaces: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,74 @@ class Run:
 
     target: str
     args: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The ranks of a job between two deaths of ranks, as one rank sees them.
+
+    Attributes:
+        number: 0 for the ranks that started the job; one more after each replacement.
+        newcomers: ranks whose processes are not those of the generation before.
+        lost_at: `time.monotonic()` of the death that ended the generation before, on the clock of this machine.
+        reason: how the replaced ranks ended, for messages.
+    """
+
+    number: int = 0
+    newcomers: tuple[int, ...] = ()
+    lost_at: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """Report of a rank that has imported its framework, and waits for the first `Meet`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Message to a survivor: a rank has died; leave the process groups of this generation."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Message to all ranks: join the next generation at an address that the parent serves."""
+
+    generation: Generation
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Answer to `Lost`: no rank has died, so the error of this rank has another cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Report of a rank whose collective failed in a generation, perhaps because another rank has died.
+
+    Attributes:
+        hung: the collective waited for its full timeout.
+    """
+
+    generation: int
+    hung: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Report of a survivor that has left the process groups of a generation and waits for the next one."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Report of a rank that has joined a generation."""
+
+    generation: int
 
 
 _SCRIPT_MODULE = "__hp_main__"
@@ -148,23 +221,31 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Link:
-    """The pipe to the parent. A thread reads it and ends this process when the parent dies."""
+    """The pipe to the parent. A thread reads it and ends this process when the parent dies.
+
+    Attributes:
+        on_leave: called in that thread when a rank has died.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.on_leave: Callable[[], None] = lambda: None
         threading.Thread(target=self._read, name="parent", daemon=True).start()
 
     def _read(self) -> None:
         try:
             while True:
-                self._inbox.put(self._connection.recv_bytes())
+                # Messages of this module only, whose arguments for user code are bytes: nothing is imported here.
+                message = pickle.loads(self._connection.recv_bytes())
+                self._inbox.put(message)
+                if isinstance(message, Leave):
+                    self.on_leave()
         except (EOFError, OSError):
             os._exit(ORPHANED)
 
     def receive(self) -> Any:
-        # Unpickled in the main thread, because unpickling may import a framework.
-        return pickle.loads(self._inbox.get())
+        return self._inbox.get()
 
     def send(self, message: Any) -> None:
         # Not `Connection.send`: with it torch passes tensors in shared memory, for which the parent has no key.
@@ -180,16 +261,24 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
     link = Link(Connection(fd))
     setup: Setup = link.receive()
     sys.argv[:] = setup.argv
+    global _member
     try:
         # The parent blocks SIGINT: Ctrl-C while the interpreter starts would end in a traceback and exit code 1.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        platform = _join(link, setup)
+        platform = get_platform(setup.platform)
+        # All ranks import their framework before any joins, so that the import does not count against the join timeout.
+        link.send(Imported() if setup.replaces else None)
+        if setup.replaces:
+            _member = _Member(link, setup, platform)
+            _member.meet()
+        else:
+            _join(link, setup, platform)
+            link.send(None)
     except BaseException as error:
         _report(link, "start", error)
         _leave(1)
     succeeded = False
     try:
-        link.send(None)
         succeeded = _serve(link)
     except BaseException as error:
         # A signal that arrived while this rank was sending or waiting for a request.
@@ -199,11 +288,8 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
         _leave(0 if succeeded else 1)
 
 
-def _join(link: Link, setup: Setup) -> Platform:
-    """Import the framework and join the job, in step with the other ranks."""
-    platform = get_platform(setup.platform)
-    # All ranks import their framework before any joins, so that the import does not count against the join timeout.
-    link.send(None)
+def _join(link: Link, setup: Setup, platform: Platform) -> None:
+    """Join the job, in step with the other ranks."""
     link.receive()
     if setup.rank == 0:
         # Chosen as late as possible, so that no other process takes the port first.
@@ -214,7 +300,80 @@ def _join(link: Link, setup: Setup) -> Platform:
     address = link.receive()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
     platform.connect(setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
-    return platform
+
+
+class _Member:
+    """A rank of a job whose dead ranks are replaced: it joins one generation of process groups after the other."""
+
+    def __init__(self, link: Link, setup: Setup, platform: Platform) -> None:
+        self._link, self._setup, self._platform = link, setup, platform
+        self.generation = Generation()
+        link.on_leave = self._abort
+
+    def next_generation(self, *, hung: bool) -> Generation | None:
+        self._link.send(Lost(self.generation.number, hung))
+        return self.meet()
+
+    def meet(self) -> Generation | None:
+        """Join the next generation; None: there is none, because no rank has died."""
+        while True:
+            message = self._link.receive()
+            if isinstance(message, Stay):
+                return None
+            if isinstance(message, Leave):
+                # Closes the connections, at which survivors fail that wait for this rank in another group.
+                self._platform.disconnect()
+                self._link.send(Left(message.generation))
+                continue
+            assert isinstance(message, Meet), message
+            try:
+                self._connect(message.address)
+            except (HPError, RuntimeError):
+                if not message.generation.number:
+                    raise
+                # Perhaps another rank has died at the meeting point, which the parent then has closed.
+                self._platform.disconnect()
+                self._link.send(Lost(message.generation.number))
+                continue
+            self.generation = message.generation
+            self._link.send(Joined(message.generation.number))
+            return self.generation
+
+    def _connect(self, address: str) -> None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
+        setup = self._setup
+        self._platform.connect_served(
+            setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank
+        )
+
+    def _abort(self) -> None:
+        # The main thread may be closing the same connections; its error is the one that counts.
+        with contextlib.suppress(Exception):
+            self._platform.abort_collectives()
+
+
+_member: _Member | None = None
+
+
+def current_generation() -> Generation | None:
+    """Return the generation of this rank's job; None where dead ranks are not replaced."""
+    return None if _member is None else _member.generation
+
+
+def next_generation(*, hung: bool = False) -> Generation | None:
+    """Join the next generation of the job's ranks, after a collective of this rank has failed.
+
+    Waits until a rank is known to have died. The world of the platform is another one afterwards: meshes and everything
+    on them must be built again, and no reference to the old ones be left.
+
+    Args:
+        hung: the collective failed at its timeout; ranks that do not report the same are ended and replaced.
+
+    Returns:
+        The generation; None: no rank has died, and the error has another cause.
+    """
+    assert _member is not None, "dead ranks of this job are not replaced"
+    return _member.next_generation(hung=hung)
 
 
 def _leave(code: int) -> NoReturn:
@@ -232,6 +391,9 @@ def _leave(code: int) -> NoReturn:
 def _serve(link: Link) -> bool:
     """Run the parent's requests until it sends None or one fails. Return whether all succeeded."""
     while (request := link.receive()) is not None:
+        if isinstance(request, Leave):
+            # A rank died while this one returned. The parent finds that out from both.
+            continue
         try:
             link.send(Returned(_run(request)))
         except BaseException as error:

@@ -499,6 +499,9 @@ class DeviceFacts(NamedTuple):
     versions: dict[str, str]
 
 
+_NO_REPLACEMENT = "this platform cannot replace ranks of a running job"
+
+
 class ProcessInterface(ABC):
     """The part of `Platform` for processes: joining a job, devices, memory and profiling.
 
@@ -529,6 +532,28 @@ class ProcessInterface(ABC):
         world, self._world = self._world, None
         if world is not None:
             world.close()
+
+    def serve_meeting_point(self, host: str) -> tuple[str, Callable[[], None]]:
+        """Serve a meeting point in this process, which is not a rank; return its address and a function that closes it.
+
+        Ranks join there with `connect_served`. Closing it makes ranks fail that still wait there.
+
+        Raises:
+            CapabilityError: ranks of the platform cannot meet again in a running job, which is the default.
+        """
+        raise CapabilityError(_NO_REPLACEMENT)
+
+    def connect_served(
+        self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0
+    ) -> World:
+        """Join a job as `connect` does, at an address of `serve_meeting_point`."""
+        raise CapabilityError(_NO_REPLACEMENT)
+
+    def abort_collectives(self) -> None:
+        """Make collectives in progress fail, called in another thread when a peer has died.
+
+        By default nothing happens: they fail by themselves when the connections of the peer are closed.
+        """
 
     def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
         """Return extra environment variables for a rank started on this machine (thread counts, log levels)."""

@@ -87,6 +87,13 @@ class TorchWorld(World):
         name = f"hp_{members[:32]}_{number}"
         return _BACKENDS[device_type](store, ranks, ranks.index(self.rank), self._timeout, name)
 
+    def abort(self) -> None:
+        """Abort the collectives of accelerators, which would wait for a dead peer; those of gloo fail by themselves."""
+        for group in self.groups():
+            for kind, connection in list(getattr(group, "_connections", {}).items()):
+                if BACKEND_NAMES.get(kind, "gloo") != "gloo":
+                    connection.abort()
+
     def close(self) -> None:
         self._closed = True
         super().close()
@@ -126,14 +133,17 @@ _BACKENDS: dict[str, Callable[[dist.Store, tuple[int, ...], int, timedelta, str]
 _LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
+def join(rank: int, size: int, address: str, timeout: timedelta, *, is_served: bool = False) -> dist.Store:
     """Create torch's default process group, which must not exist; return the store through which groups connect.
+
+    Args:
+        is_served: another process serves the store, as `serve` does.
 
     Raises:
         PlatformError: the address is wrong or not reached in time, or some ranks did not join.
     """
     _check_interfaces()
-    by_agent = _served_by_agent(rank, size, address)
+    by_agent = is_served or _served_by_agent(rank, size, address)
     point = MeetingPoint(rank, size, address, rank == 0 and not by_agent, timeout.total_seconds())
     # Torch itself would only repeat that an address cannot be retrieved.
     point.reach()
@@ -147,6 +157,15 @@ def join(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
             f"{_message_of(error)}. Check that every rank was started, and its log"
         ) from error
     return dist.PrefixStore("groups", store)
+
+
+def serve(host: str) -> tuple[str, Callable[[], None]]:
+    """Serve a store at a free port of the loopback address `host`; return its address and a function that closes it."""
+    listener = _listener(host, 0)
+    port = listener.getsockname()[1]
+    stores = [_store_at(listener, host, port, None, timedelta(seconds=30))]
+    # The store ends with its last reference, which closes all connections to it.
+    return f"{host}:{port}", stores.clear
 
 
 def joined_store(connection: int) -> dist.Store:
@@ -184,6 +203,23 @@ def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.
 
     Torch itself listens on every interface, and any host that reaches the port can read and delete all keys.
     """
+    return _store_at(_listener(host, port), host, port, size, timeout)
+
+
+def _store_at(listener: socket.socket, host: str, port: int, size: int | None, timeout: timedelta) -> dist.TCPStore:
+    # The store closes the socket. Without a size it waits for no rank.
+    return dist.TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=size is not None,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     # A port of a job that has just ended would otherwise be in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -193,8 +229,7 @@ def _serve_locally(host: str, port: int, size: int, timeout: timedelta) -> dist.
     except OSError as error:
         listener.close()
         raise RuntimeError(str(error)) from error
-    # The store closes the socket.
-    return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach())
+    return listener
 
 
 def _check_interfaces() -> None:

@@ -1,0 +1,238 @@
+"""`ReplacedRanks`: local ranks of which those that die are replaced while the others keep their processes.
+
+The parent serves the meeting point of each generation of ranks, so that any rank may die, rank 0 too. When one has
+died, the parent starts a process in its place and sends the survivors a `Leave`. Their collectives fail, because the
+kernel closes the connections of the dead process. They close their own, at which further survivors fail. When all have
+left, and the newcomers have imported their framework, all meet again. A death at any point starts the next generation.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch.local_ranks import IMPORT_SECONDS, STOPPED, LocalRanks, Process, interrupts_blocked, state_of
+from hp_dtensor.launch.rank_process import HOST, Generation, Imported, Joined, Leave, Left, Lost, Meet, Run, Setup, Stay
+
+_POLL_SECONDS = 0.5
+# Time in which the end of a rank is seen that made a collective of another one fail.
+_VERDICT_SECONDS = 3.0
+# Time for ranks to leave after others have waited for their full timeout.
+_HUNG_SECONDS = 30.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Rules for the replacement of ranks that die.
+
+    Attributes:
+        most: deaths that are survived in a run; at the next one the job fails.
+        stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
+        report: called with messages for the user.
+    """
+
+    most: int
+    stopped_seconds: float = 10.0
+    report: Callable[[str], None] = print
+
+
+@dataclass(slots=True)
+class ReplacedRanks(LocalRanks):
+    """Connected ranks of one job on this machine, of which those that die are replaced.
+
+    The function that they run calls `next_generation` when a collective has failed. Newcomers run it from its start.
+    """
+
+    replacement: Replacement = field(default_factory=lambda: Replacement(0))
+    _generation: Generation = field(default_factory=Generation)
+    _check: Callable[[], None] = lambda: None
+    _close: Callable[[], None] = lambda: None
+    _num_replaced: int = 0
+    _stopped_since: dict[int, float] = field(default_factory=dict)
+
+    def _start(self, check: Callable[[], None]) -> None:
+        self._check = check
+        try:
+            for rank in range(self.size):
+                with interrupts_blocked():
+                    self._processes.append(self._spawn(rank))
+                check()
+            for process in self._processes:
+                self._set_up(process)
+            self._collect(self._processes, max(self.timeout_seconds, IMPORT_SECONDS))
+            self._send_all(Meet(self._generation, self._serve()))
+            self._collect(self._processes, self.timeout_seconds)
+        except BaseException:
+            self.terminate()
+            self._close()
+            raise
+
+    def run(self, target: str, args: tuple[Any, ...], timeout_seconds: float | None) -> list[Any]:
+        """Run the function named `target` on every rank, replacing ranks that die, and return the results by rank.
+
+        Raises:
+            LaunchError: a rank raised an exception, or died when it could not be replaced. All ranks have been ended.
+        """
+        request = Run(target, pickle.dumps(args))
+        try:
+            self._send_all(request)
+            return self._supervise(request)
+        except BaseException:
+            self.terminate()
+            raise
+        finally:
+            self._close()
+
+    def _supervise(self, request: Run) -> list[Any]:
+        answers: dict[int, Any] = {}
+        lost: dict[int, Lost] = {}
+        lost_at = 0.0
+        while len(answers) < self.size:
+            for process, message in self._messages(_POLL_SECONDS):
+                if isinstance(message, Lost):
+                    lost_at = lost_at if lost else time.monotonic()
+                    lost[process.rank] = message
+                elif not isinstance(message, Left | Joined):
+                    answers[process.rank] = message
+            self._kill_stopped()
+            dead = self._dead()
+            # A rank that has returned cannot take part in a further generation.
+            if dead and answers:
+                raise self._failed()
+            hung = any(each.hung for each in lost.values())
+            if lost and not hung and not dead and time.monotonic() - lost_at > _VERDICT_SECONDS:
+                self._send_to(lost, Stay())
+                lost.clear()
+            if dead or hung:
+                self._replace(dead, request, _HUNG_SECONDS if not dead else self.timeout_seconds)
+                lost.clear()
+        return [answers[rank] for rank in range(self.size)]
+
+    def _replace(self, dead: list[Process], request: Run, seconds: float) -> None:
+        """Form the next generation, with newcomers for the dead ranks and those that do not answer in time."""
+        lost_at, newcomers, reasons = time.monotonic(), set[int](), list[str]()
+        while True:
+            # Ranks that a stop signal has ended are not replaced.
+            self._check()
+            self._num_replaced += max(1, len(dead))
+            if self._num_replaced > self.replacement.most:
+                raise self._exhausted()
+            self._close()
+            number = self._generation.number + 1
+            reasons += [self._describe(process) for process in dead]
+            self._generation = Generation(number, tuple(sorted(newcomers)), lost_at, "; ".join(reasons))
+            for process in dead:
+                self.replacement.report(f"{self._describe(process)}; another process takes its place")
+            fresh = {process.rank for process in dead}
+            newcomers |= fresh
+            for process in dead:
+                self._respawn(process)
+            self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
+            left = max(seconds, IMPORT_SECONDS if fresh else 0.0)
+            dead = self._await(number, Left, fresh, seconds, left)
+            if dead:
+                continue
+            self._generation = Generation(number, tuple(sorted(newcomers)), lost_at, "; ".join(reasons))
+            self._send_all(Meet(self._generation, self._serve()))
+            dead = self._await(number, Joined, (), seconds, seconds)
+            if not dead:
+                break
+        self._send_to(newcomers, request)
+
+    def _await(
+        self, number: int, kind: type[Left | Joined], fresh: Collection[int], seconds: float, fresh_seconds: float
+    ) -> list[Process]:
+        """Wait until all ranks have reported `kind` for a generation, or a rank dies; return the dead.
+
+        Args:
+            fresh: ranks that report `Imported` instead.
+            seconds, fresh_seconds: time after which a rank, or a fresh one, is killed.
+        """
+        started, missing = time.monotonic(), set(range(self.size))
+        while missing:
+            for process, message in self._messages(_POLL_SECONDS):
+                if isinstance(message, Imported):
+                    missing -= {process.rank} & set(fresh)
+                elif isinstance(message, kind) and message.generation == number:
+                    missing.discard(process.rank)
+                elif isinstance(message, Lost) and message.generation == number:
+                    # It could not join, though no rank has died.
+                    self.replacement.report(f"rank {process.rank} of {self.size} could not join the others again")
+                    self._kill(process)
+                elif not isinstance(message, Lost | Left | Joined):
+                    # This rank has returned, and takes part in no further generation.
+                    raise self._failed()
+            self._kill_stopped()
+            if dead := self._dead():
+                return dead
+            for rank in missing:
+                if time.monotonic() - started > (fresh_seconds if rank in fresh else seconds):
+                    self.replacement.report(f"rank {rank} of {self.size} does not answer; it is killed")
+                    self._kill(self._processes[rank])
+        return []
+
+    def _dead(self) -> list[Process]:
+        """Return the ranks that have died and may be replaced.
+
+        Raises:
+            LaunchError: a rank has failed otherwise.
+        """
+        failed = [process for process in self._processes if process.failure]
+        joined = set(range(self.size)) - set(self._generation.newcomers)
+        for process in failed:
+            assert process.failure is not None
+            ended = process.has_ended and process.failure.signal not in _STOP_SIGNALS and not process.failure.kind
+            # A newcomer may fail where another attempt succeeds.
+            if not ended and process.rank in joined:
+                raise self._failed()
+        return failed
+
+    def _describe(self, process: Process) -> str:
+        failure = process.failure
+        assert failure is not None
+        how = failure.headline if failure.signal is None else f"has died ({signal.Signals(failure.signal).name})"
+        return f"rank {process.rank} of {self.size} {how}"
+
+    def _exhausted(self) -> LaunchError:
+        error = self._failed() if any(p.failure for p in self._processes) else LaunchError("ranks wait for each other")
+        what = f"{error}\n{self.replacement.most} ranks have been replaced; no further one is"
+        return LaunchError(what, error.rank, error.kind, error.signal)
+
+    def _kill_stopped(self) -> None:
+        now = time.monotonic()
+        for process in self._processes:
+            if process.has_ended or state_of(process) not in STOPPED:
+                self._stopped_since.pop(process.rank, None)
+            elif now - self._stopped_since.setdefault(process.rank, now) > self.replacement.stopped_seconds:
+                self.replacement.report(
+                    f"rank {process.rank} of {self.size} has been stopped for {self.replacement.stopped_seconds:g} s, "
+                    "as by SIGSTOP; it is killed"
+                )
+                self._kill(process)
+
+    def _kill(self, process: Process) -> None:
+        process.signal(signal.SIGKILL)
+
+    def _respawn(self, process: Process) -> None:
+        self._release(process)
+        with interrupts_blocked():
+            started = self._processes[process.rank] = self._spawn(process.rank, again=True)
+        self._set_up(started)
+
+    def _set_up(self, process: Process) -> None:
+        setup = Setup(self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv, replaces=True)
+        self._send(process, setup)
+
+    def _serve(self) -> str:
+        address, self._close = self.platform.serve_meeting_point(HOST)
+        return address
+
+    def _send_to(self, ranks: Iterable[int], message: Any) -> None:
+        for rank in ranks:
+            self._send(self._processes[rank], message)

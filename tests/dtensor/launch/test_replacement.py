@@ -1,0 +1,48 @@
+"""Ranks that die or are stopped are replaced while the others keep their processes; other errors end the job."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import rank_programs
+
+from hp_dtensor.exceptions import CapabilityError, LaunchError
+from hp_dtensor.launch import Replacement, launch
+
+pytestmark = pytest.mark.real_ranks
+
+
+@pytest.fixture
+def platform(hp_platform):
+    """The platform under test, if its ranks can meet again."""
+    try:
+        hp_platform.serve_meeting_point("127.0.0.1")[1]()
+    except CapabilityError:
+        with pytest.raises(CapabilityError, match=r"^this platform cannot replace ranks of a running job$"):
+            launch("os:getpid", (), 2, hp_platform, replacement=Replacement(1))
+        pytest.skip("ranks of this platform cannot meet again")
+    return hp_platform
+
+
+def test_ranks_are_replaced(platform):
+    lines = []
+    # Rank 0 served no meeting point, so it may die too; ranks 1 and 2 are in different pairs.
+    signals = {"0:0": signal.SIGKILL, "1:2": signal.SIGSTOP, "1:1": signal.SIGABRT}
+    rules = Replacement(5, stopped_seconds=0.3, report=lines.append)
+    found = launch(rank_programs.total_through_deaths, (platform.name, signals), 4, platform, replacement=rules)
+    assert [result for result, _ in found] == [[10.0] * 3] * 4
+    # Only rank 3 has been there from the start.
+    assert [generations[0] for _, generations in found].count(0) == 1
+    assert found[3][1][0] == 0
+    assert "rank 0 of 4 has died (SIGKILL); another process takes its place" in lines
+    assert "rank 1 of 4 has died (SIGABRT); another process takes its place" in lines
+    assert "rank 2 of 4 has been stopped for 0.3 s, as by SIGSTOP; it is killed" in lines
+
+
+def test_deaths_are_counted_and_other_errors_are_not_survived(platform):
+    signals = {"0:1": signal.SIGKILL}
+    with pytest.raises(LaunchError, match=r"^rank 1 of 2 was killed by SIGKILL.*\n0 ranks have been replaced; no fur"):
+        launch(rank_programs.total_through_deaths, (platform.name, signals), 2, platform, replacement=Replacement(0))
+    with pytest.raises(LaunchError, match=r"^rank 1 of 2 failed: RuntimeError: the loss is no number"):
+        launch(rank_programs.fail_alone, (platform.name,), 2, platform, replacement=Replacement(3))
