@@ -25,6 +25,7 @@ from hp_trainer.failures import describe_exit
 
 # Names that other processes may take, one after the other, before a save is published.
 _ATTEMPTS = 100
+_ABANDON_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,14 @@ class PendingSave:
         self._model, self._state, self._keep, self._keep_best = model, state, keep, keep_best
         self._group: Group = group if group is not None else Alone()
         self._may_write = may_write
-        # One rank creates the folder and the others learn its name, so that all write into the same one.
-        self._folder: str = coordinator(self._group, "creating a checkpoint", self._create_folder, CheckpointError)
+        self._thread: threading.Thread | None = None
+        self._folder = incomplete_name(self._step)
+        try:
+            # One rank creates the folder and the others learn its name, so that all write into the same one.
+            self._folder = coordinator(self._group, "creating a checkpoint", self._create_folder, CheckpointError)
+        except Exception:
+            self.abandon()
+            raise
         self._save_id = self._folder.rpartition("-")[2]
         self._written: dict[str, Any] | None = None
         self._failure: Exception | None = None
@@ -145,23 +152,30 @@ class PendingSave:
                 raise CheckpointError(f"{self._storage.describe(name)} is taken, but not by a folder; move it away")
 
             name: str = coordinator(group, "publishing a checkpoint", publish, CheckpointError)
-        except CheckpointError:
-            if group.rank == 0:
-                # Only our folder: other incomplete ones may belong to another job by now. A failing disk may refuse.
-                with contextlib.suppress(OSError):
-                    self._storage.delete_folder(self._folder)
+        except Exception:
+            # Also where a rank has died, since the others may go on and save again.
+            self.abandon()
             raise
         # Old checkpoints are deleted only after the new one is published.
         if group.rank == 0 and self._keep is not None:
             prune(self._storage, self._keep, self._keep_best)
         return name
 
+    def abandon(self) -> None:
+        """Delete what has been written of a checkpoint that will not be published. Not a collective call."""
+        if self._thread is not None:
+            # A hanging file system must not keep a failed process alive.
+            self._thread.join(_ABANDON_SECONDS)
+        if self._group.rank == 0:
+            # Only our folder: other incomplete ones may belong to another job by now. A failing disk may refuse.
+            with contextlib.suppress(OSError):
+                self._storage.delete_folder(self._folder)
+
     def _create_folder(self) -> str:
         self._may_write()
         delete_leftovers(self._storage)
-        folder = incomplete_name(self._step)
-        self._storage.create_folder(folder)
-        return folder
+        self._storage.create_folder(self._folder)
+        return self._folder
 
     def _start_thread(self) -> threading.Thread:
         """Copy the tensors and start the thread that writes them. A failure is raised on all ranks by `publish`."""

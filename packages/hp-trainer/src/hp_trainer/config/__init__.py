@@ -11,6 +11,7 @@ from hp_trainer.config.load import LoadedConfig, dump_config, load_config, parse
 from hp_trainer.config.schema import (
     AdamWConfig,
     CheckpointConfig,
+    FaultToleranceConfig,
     GenerateConfig,
     GuardConfig,
     LaunchConfig,
@@ -29,6 +30,7 @@ __all__ = [
     "AdamWConfig",
     "CheckpointConfig",
     "Component",
+    "FaultToleranceConfig",
     "FilePath",
     "GenerateConfig",
     "GuardConfig",

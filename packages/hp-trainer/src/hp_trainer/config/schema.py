@@ -443,6 +443,24 @@ class LaunchConfig:
 
 
 @section
+class FaultToleranceConfig:
+    """Recovery within a job whose local ranks die: a new process takes a rank's place, and no file is read."""
+
+    copies: int | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="copies of each rank's state in another rank's memory; 0: the replicas (parallel.dp_replicate) "
+        "have the same state; null: when a rank dies the job fails, and may be restarted from a checkpoint",
+    )
+    interval: int = Field(10, ge=1, description="steps between two copies; those since the last one are repeated")
+    max_deaths: int = Field(10, ge=1, description="deaths of ranks that a job survives")
+    stopped_seconds: float = Field(
+        10.0, gt=0, description="seconds after which a rank that is stopped, as by SIGSTOP, is killed and replaced"
+    )
+
+
+@section
 class GenerateConfig:
     """Text generation by the trained model."""
 
@@ -481,4 +499,7 @@ class TrainerConfig:
     metrics: MetricsConfig = Field({}, validate_default=True, description="trackers of metrics")
     profile: ProfileConfig = Field({}, validate_default=True, description="steps to profile")
     launch: LaunchConfig = Field({}, validate_default=True, description="local ranks and timeouts")
+    fault_tolerance: FaultToleranceConfig = Field(
+        {}, validate_default=True, description="recovery from ranks that die, within the job"
+    )
     generate: GenerateConfig = Field({}, validate_default=True, description="text generation")

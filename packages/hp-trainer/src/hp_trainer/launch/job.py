@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import hp_dtensor.launch
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_dtensor.launch import from_environment, is_launched, launch
@@ -18,11 +21,13 @@ from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer._coordination import coordinator
-from hp_trainer.checkpoint import find_latest
+from hp_trainer.checkpoint import Storage, find_latest
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import (
+    CheckpointError,
     ConfigError,
     DataError,
+    HangError,
     MachineError,
     RunFolderError,
     RunLockedError,
@@ -37,7 +42,8 @@ from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training import Trainer
 from hp_trainer.training.checkpoints import Choice
-from hp_trainer.training.stalls import watched_set_up
+from hp_trainer.training.recovery import StateCopies, replicas_of
+from hp_trainer.training.stalls import is_of_collective, watched_set_up
 
 
 def launch_training(
@@ -81,6 +87,12 @@ def _train(
 ) -> Path:
     """Train on all ranks; `start` locks and prepares the run, and returns its folder, lock and checkpoint."""
     if is_launched():
+        if config.fault_tolerance.copies is not None:
+            report(
+                "fault_tolerance has no effect: these ranks were started by another launcher, which ends all when one "
+                "dies, and restarts them from the newest checkpoint if it is told to. Ranks that hp-train itself "
+                "starts on one machine go on"
+            )
         world = from_environment(platform, config.launch.timeout_seconds)
         # Only rank 0 runs `start`; its errors are raised on all ranks, which then end together.
         path, owner, checkpoint = coordinator(world.all, "preparing the run", start, RunFolderError)
@@ -148,22 +160,103 @@ def run_rank(
 
 
 def _run_rank(run: RunFolder, checkpoint: str | None, platform: Platform, samples: bool, choice: Choice) -> int | None:
-    config = run.load_config().config
     # The configuration is read from the run folder, not passed: a resumed run on another machine reads the same.
-    with watched_set_up(run.stalls, current_world(platform), config.launch.timeout_seconds):
-        # Without initial weights, since a checkpoint fills all of them.
-        is_first = current_world(platform).rank == 0
+    config = run.load_config().config
+    start = (checkpoint, choice)
+    if _generation(config) is None:
+        ended_by = _train_rank(run, config, platform, start, None)
+    else:
+        ended_by = _train_through_deaths(run, config, platform, start)
+    if samples and ended_by is None and current_world(platform).rank == 0:
+        write_samples(run, config)
+    return ended_by
+
+
+def _generation(config: TrainerConfig) -> Any:
+    """Return the generation of the ranks; None where ranks that die are not replaced."""
+    # hp-dtensor 0.1.0 has none, nor a platform that the checks of the setting accept.
+    return None if config.fault_tolerance.copies is None else hp_dtensor.launch.current_generation()
+
+
+def _train_through_deaths(
+    run: RunFolder, config: TrainerConfig, platform: Platform, start: tuple[str | None, Choice]
+) -> int | None:
+    """Train on this rank, in a new generation of ranks with a new trainer after each death of another rank."""
+    settings = config.fault_tolerance
+    assert settings.copies is not None
+    copies = StateCopies(partner=settings.copies > 0, interval=settings.interval)
+    while True:
+        failure: Exception
+        try:
+            ended_by = _train_rank(run, config, platform, start, copies)
+            # No rank returns before all have ended: one that has returned could not go on with a newcomer.
+            current_world(platform).all.all_gather_bytes(b"")
+            return ended_by
+        except Exception as error:
+            if not is_of_collective(error):
+                raise
+            failure = error
+        finally:
+            copies.leave()
+        text = "".join(traceback.format_exception(failure))
+        _release_frames(failure)
+        if hp_dtensor.launch.next_generation(hung=isinstance(failure, HangError)) is None:
+            failure.add_note(text)
+            raise failure
+        del failure
+
+
+def _release_frames(error: BaseException | None) -> None:
+    """Release the frames of an error and its causes, which refer to the model and to connections of the generation."""
+    while error is not None:
+        # `traceback.clear_frames` is not enough: a cleared frame still refers to its function, and so to its closure.
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+    gc.collect()
+
+
+def _train_rank(
+    run: RunFolder,
+    config: TrainerConfig,
+    platform: Platform,
+    start: tuple[str | None, Choice],
+    copies: StateCopies | None,
+) -> int | None:
+    """Build the trainer, load the state to continue from, and train."""
+    world = current_world(platform)
+    is_first, (checkpoint, choice) = world.rank == 0, start
+    with watched_set_up(run.stalls, world, config.launch.timeout_seconds):
+        sources = None if copies is None else copies.meet(world, replicas_of(config, platform))
+        generation = _generation(config)
+        if sources is None and generation is not None and generation.number:
+            storage = checkpoint_storage(run, config)
+            checkpoint = coordinator(world.all, "looking for a checkpoint", lambda: _newest(storage), CheckpointError)
+            choice = "newest that fits"
         if is_first:
             report("building the model")
-        trainer = Trainer(run, config, platform, initial_weights=checkpoint is None)
-        if checkpoint is not None:
+        # Without initial weights, since a checkpoint or a copy fills all of them.
+        trainer = Trainer(run, config, platform, initial_weights=checkpoint is None and sources is None, copies=copies)
+        if sources is not None:
+            trainer.restore(sources)
+        elif checkpoint is not None:
             if is_first:
                 report(f"loading {checkpoint}")
             trainer.resume(checkpoint, choice)
-    ended_by = trainer.run()
-    if samples and ended_by is None and is_first:
-        write_samples(run, config)
-    return ended_by
+    if generation is not None and generation.number and is_first:
+        lost = f" in step {sources.lost_step}" if sources is not None else ""
+        where = (
+            "" if sources is not None else ", whose copies are incomplete: all ranks have read the newest checkpoint"
+        )
+        report(
+            f"{generation.reason}{lost}; training goes on from step {trainer.progress.step} after "
+            f"{time.monotonic() - generation.lost_at:.1f} s{where}"
+        )
+    return trainer.run()
+
+
+def _newest(storage: Storage) -> str | None:
+    newest = find_latest(storage).checkpoint
+    return None if newest is None else newest.folder
 
 
 @contextlib.contextmanager
@@ -309,6 +402,9 @@ def _run_once(
     platform: Platform,
     logs: Path,
 ) -> int | None:
+    settings, more = config.fault_tolerance, dict[str, Any]()
+    if settings.copies is not None:
+        more["replacement"] = hp_dtensor.launch.Replacement(settings.max_deaths, settings.stopped_seconds, report)
     try:
         ended_by: list[int | None] = launch(
             run_rank,
@@ -318,6 +414,7 @@ def _run_once(
             log_dir=logs,
             timeout_seconds=config.launch.timeout_seconds,
             stop_seconds=config.launch.stop_seconds,
+            **more,
         )
     except Interrupted as interrupted:
         # `launch` has forwarded the signal and waited for the ranks to end.

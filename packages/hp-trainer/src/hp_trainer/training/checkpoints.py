@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hp_trainer._coordination import all_ranks, coordinator
-from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest, set_aside_newer
+from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest, list_checkpoints, set_aside_newer
+from hp_trainer.checkpoint.index import step_of
 from hp_trainer.config import to_plain
 from hp_trainer.exceptions import CheckpointError, UnfitCheckpointError
 from hp_trainer.run import check_model
@@ -55,6 +56,10 @@ class TrainingCheckpoints:
         found = find_latest(self._storage, content=content, before=before).checkpoint
         return None if found is None else found.folder
 
+    def newest_step(self) -> int | None:
+        """Return the step of the newest checkpoint by its name; None: there is none."""
+        return next((step_of(name) for name in list_checkpoints(self._storage)), None)
+
     def start(self, progress: Progress, extra_state: Mapping[str, Any], *, background: bool) -> PendingSave:
         """Start a checkpoint on all ranks; it is complete after `publish`.
 
@@ -75,7 +80,7 @@ class TrainingCheckpoints:
             state_parts(setup.platform, setup.model, setup.optimizer, setup.stage_mesh, elsewhere, setup.average),
             step=progress.step,
             model=to_plain(setup.config.model),
-            state=self._state(progress) | dict(extra_state),
+            state=self.values(progress) | {"run_files": self._copies} | dict(extra_state),
             group=setup.mesh.world.all,
             keep=setup.config.checkpoint.keep,
             keep_best=setup.config.checkpoint.keep_best,
@@ -111,16 +116,9 @@ class TrainingCheckpoints:
         all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
         optimizer, average = (None, None) if reset else (setup.optimizer, setup.average)
         load_state(setup.platform, setup.model, optimizer, read, all_gather_object, average)
-        if not reset:
-            # May be smaller than the run's step: discarded and overflowed steps do not count for bias correction.
-            setup.optimizer.num_steps = _counter(read, "optimizer_steps")
-        elif setup.average is not None:
+        if reset and setup.average is not None:
             setup.average.restart()
-        # Empty without loss scaling; then the scale starts from its configured value.
-        if read.state.get("loss_scaling"):
-            setup.scaler.load_state_dict(read.state["loss_scaling"])
-        if read.state.get("guard"):
-            self.guard.load_state(read.state["guard"])
+        self.load_values(read.state, reset=reset)
         # An error of rank 0 is raised on all ranks, which would otherwise wait for it in the first step.
         for name in coordinator(setup.mesh.world.all, "setting checkpoints aside", aside, CheckpointError):
             self._report(f"moved {self._storage.describe(name)} aside; delete it when it is no longer needed")
@@ -180,7 +178,8 @@ class TrainingCheckpoints:
         if self._setup.mesh.world.rank == 0:
             print(f"hp-train: {line}", file=sys.stderr, flush=True)
 
-    def _state(self, progress: Progress) -> dict[str, Any]:
+    def values(self, progress: Progress) -> dict[str, Any]:
+        """Return the state that is not tensors, as JSON values."""
         setup = self._setup
         return {
             "samples": progress.samples,
@@ -190,8 +189,18 @@ class TrainingCheckpoints:
             "dataset": dict(setup.dataset.fingerprint),
             "platform": setup.platform.name,
             "parallel": setup.dims.summary(),
-            "run_files": self._copies,
         }
+
+    def load_values(self, state: Mapping[str, Any], *, reset: bool = False) -> None:
+        """Load the counters and states of `values`; with `reset` not those of the optimizer."""
+        if not reset:
+            # May be smaller than the run's step: discarded and overflowed steps do not count for bias correction.
+            self._setup.optimizer.num_steps = state["optimizer_steps"]
+        # Empty without loss scaling; then the scale starts from its configured value.
+        if state.get("loss_scaling"):
+            self._setup.scaler.load_state_dict(state["loss_scaling"])
+        if state.get("guard"):
+            self.guard.load_state(state["guard"])
 
 
 def _is_sound(checkpoint: Checkpoint) -> bool:

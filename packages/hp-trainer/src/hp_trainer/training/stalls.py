@@ -90,7 +90,7 @@ class StallWatch:
         """
         waited = time.monotonic() - self._since
         # A collective starts after its phase does, so an error long before the timeout has another cause.
-        if waited < 0.8 * self._timeout or not _is_of_collective(error):
+        if waited < 0.8 * self._timeout or not is_of_collective(error):
             return None
         # The thread stops first: it would overwrite the report with the stack of this error handler.
         self._stop.set()
@@ -185,7 +185,7 @@ def watched_set_up(folder: Path, world: World, timeout_seconds: float) -> Iterat
             raise TrainingError(f"rank {world.rank} has {describe_exit(leaving, 'in its set-up')}") from leaving
 
 
-def _is_of_collective(error: BaseException) -> bool:
+def is_of_collective(error: BaseException) -> bool:
     """Return whether an error may come from a collective. Frameworks raise RuntimeError if a rank is missing."""
     if isinstance(error, HPError):
         return not isinstance(error, TrainingError | CheckpointError | MachineError | ProblemsError)

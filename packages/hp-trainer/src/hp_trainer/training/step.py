@@ -99,8 +99,8 @@ class OptimizerStep:
         with use_sequence_sharding(batch.sharding):
             return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
 
-    def agree(self, loss: Tensor, stop: bool) -> tuple[float, bool]:
-        """Return the loss of the global batch and whether any rank was asked to stop, by one all-reduce over the world.
+    def agree(self, loss: Tensor, *flags: bool) -> tuple[float, list[int]]:
+        """Return the loss of the global batch and the number of ranks that set each flag, by one all-reduce.
 
         Ranks with the same tokens, such as tensor parallel ones, contribute an equal fraction of their loss. In a
         pipeline the ranks of the last stage do; the others contribute zero.
@@ -108,12 +108,12 @@ class OptimizerStep:
         world, ops = self.mesh.world, self.platform.ops
         # The ranks of the world outside mesh["loss"] and mesh["pp"] have the same loss.
         fraction = self.mesh["loss"].size() * self.mesh["pp"].size() / world.size
-        # The stop request shares the all-reduce of the loss, so that it costs no collective of its own.
-        flag = self.platform.from_numpy(np.array([float(stop)], np.float32))
-        both = ops.cat([ops.reshape(ops.mul(loss, fraction), (1,)), flag], 0)
-        world.all.all_reduce(both)
-        total, votes = self.platform.to_numpy(both).tolist()
-        return float(total), votes > 0
+        # The flags share the all-reduce of the loss, so that they cost no collective of their own.
+        votes = self.platform.from_numpy(np.array(flags, np.float32))
+        joined = ops.cat([ops.reshape(ops.mul(loss, fraction), (1,)), votes], 0)
+        world.all.all_reduce(joined)
+        total, *counts = self.platform.to_numpy(joined).tolist()
+        return float(total), [round(count) for count in counts]
 
     def clip(self) -> float:
         """Unscale and clip the gradients; return their norm before clipping, infinite where float16 overflowed."""

@@ -7,9 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_trainer._coordination import all_ranks
+from hp_trainer._coordination import all_ranks, coordinator
 from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import HangError, TrainingError
@@ -24,6 +25,7 @@ from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores
 from hp_trainer.training.lr_schedule import learning_rate_factor
 from hp_trainer.training.recording import StepRecorder
+from hp_trainer.training.recovery import Sources, StateCopies
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import ModelSpeed, StepProfile, out_of_memory
 from hp_trainer.training.stalls import StallWatch
@@ -54,7 +56,8 @@ class Trainer:
         run: the run folder, with prepared data.
         config: the configuration of the run.
         platform: the platform, whose current world is the job.
-        initial_weights: initialize the weights; False: `resume` will load them.
+        initial_weights: initialize the weights; False: `resume` or `restore` will load them.
+        copies: copies of the state in memory, for `restore`; None: none are made.
 
     Attributes:
         setup: model, optimizer and data.
@@ -62,11 +65,20 @@ class Trainer:
     """
 
     def __init__(
-        self, run: RunFolder, config: TrainerConfig, platform: Platform, *, initial_weights: bool = True
+        self,
+        run: RunFolder,
+        config: TrainerConfig,
+        platform: Platform,
+        *,
+        initial_weights: bool = True,
+        copies: StateCopies | None = None,
     ) -> None:
         self.run_folder, self.config = run, config
         self.setup = RankSetup.build(run, config, platform, weights=initial_weights)
         self.progress = Progress()
+        # Step of the newest checkpoint of this run; None: there is none.
+        self._saved_at: int | None = None
+        self._copies = copies
         self._step = OptimizerStep(self.setup)
         self._is_recorded = False
         self._speed = ModelSpeed(self.setup)
@@ -103,6 +115,17 @@ class Trainer:
         # Checkpoints have the experts in their original order, so this model must have it before it is filled.
         self._expert_moves.reset()
         self.progress = self._checkpoints.load(checkpoint, choice)
+        self._saved_at = self.progress.step
+
+    def restore(self, sources: Sources) -> None:
+        """Restore the state of a step from the copies in memory. A collective call."""
+        assert self._copies is not None
+        values = self._copies.restore(self.setup, sources, self.config.launch.timeout_seconds)
+        self._checkpoints.load_values(values)
+        self.progress = Progress(values["step"], values["samples"])
+        # Checkpoints of steps that are repeated exist, and are equal.
+        find = self._checkpoints.newest_step
+        self._saved_at = coordinator(self.setup.mesh.world.all, "looking for checkpoints", find, TrainingError)
 
     def run(self) -> int | None:
         """Train until the last step, or until a rank is asked to stop, and write a checkpoint at the end.
@@ -129,6 +152,8 @@ class Trainer:
                 ended_by = self._run_steps(stop)
                 self._hooks.after_run(record)
             except Exception as error:
+                if self._pending is not None:
+                    self._pending.save.abandon()
                 # Before anything else, since `explain` waits for the reports of other ranks.
                 self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
                 step = self.progress.step + 1
@@ -155,6 +180,8 @@ class Trainer:
         """
         started, step = time.perf_counter(), self.progress.step + 1
         self._watch.start_phase("step", step)
+        if self._copies is not None:
+            self._copies.step = step
         learning_rate = self.learning_rate(step)
         batch = self._train_batches.read(self.progress.samples)
         # The position in the data counts samples, not steps, so that it is valid for another batch size after a resume.
@@ -168,7 +195,7 @@ class Trainer:
                 self._step.seed_random_numbers(step)
                 local_loss = self._step.accumulate_gradients(batch)
             # Copies the loss to the host, which waits for the device to finish the backward.
-            loss, stopping = self._step.agree(local_loss, stop.is_made)
+            stopping, loss = self._agree(local_loss, stop)
             verdict, norm, updated = self._update(step, loss, learning_rate)
             if _is_due(step, self.config.training.replica_check_interval):
                 self._corruption.compare_replicas(step)
@@ -195,6 +222,21 @@ class Trainer:
             )
         )
         return stopping
+
+    def _agree(self, local_loss: Any, stop: StopRequest) -> tuple[bool, float]:
+        """Return whether any rank was asked to stop, and the loss of the global batch."""
+        if self._copies is None:
+            loss, (stops,) = self._step.agree(local_loss, stop.is_made)
+        else:
+            loss, (stops, copied) = self._step.agree(local_loss, stop.is_made, self._copies.is_complete)
+            self._copies.agree(everywhere=copied == self.setup.mesh.world.size)
+        return stops > 0, loss
+
+    def _copy_state(self) -> None:
+        """Copy the state of this step to memory if that is due."""
+        # Not while a checkpoint is written: its step would not be repeated if that failed.
+        if self._copies is not None and self._pending is None and self._copies.is_due(self.progress.step):
+            self._copies.take(self.setup, self.progress.step, self._checkpoints.values(self.progress))
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
@@ -310,6 +352,7 @@ class Trainer:
                 self._corruption.compare_saved(step)
             pending = self._checkpoints.start(self.progress, losses, background=background)
             self._pending = _Pending(pending, step, started, time.perf_counter() - started)
+            self._saved_at = step
             if not background:
                 self.finish_save()
 
@@ -341,28 +384,25 @@ class Trainer:
 
     def _run_steps(self, stop: StopRequest) -> int | None:
         config, stopping = self.config, False
-        # A run that continues from a checkpoint has it already; a new run has none for step 0.
-        saved_at = self.progress.step if self.progress.step else None
         last = config.training.steps
         if config.training.record_only:
             last = min(last, config.training.record_steps or last)
+        self._copy_state()
         while self.progress.step < last and not stopping:
             self._profile.before_step(self.progress.step + 1)
             stopping = self.train_step(stop)
             if self._rolls_back:
                 self._roll_back()
-                saved_at = self.progress.step
             step = self.progress.step
             self._profile.after_step(step)
             if _is_due(step, config.training.eval_interval):
                 self.evaluate()
-            # After a rollback the step may be one whose checkpoint exists.
-            if stopping or (_is_due(step, config.checkpoint.interval) and saved_at != step):
+            if stopping or (_is_due(step, config.checkpoint.interval) and self._is_unsaved()):
                 self.save(background=config.checkpoint.background)
-                saved_at = step
             else:
                 self.finish_save(wait=False)
-        if saved_at != self.progress.step and not config.training.record_only:
+            self._copy_state()
+        if self._is_unsaved() and not config.training.record_only:
             self.save()
         self.finish_save()
         if self.progress.step >= last:
@@ -370,6 +410,10 @@ class Trainer:
         # A signal may have reached only some ranks; the others report 0, and all return that of any rank.
         world = self.setup.mesh.world.all
         return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
+
+    def _is_unsaved(self) -> bool:
+        """Return whether this step has no checkpoint yet. After a rollback or a recovery it may have one."""
+        return self._saved_at is None or self.progress.step > self._saved_at
 
     def _evaluation_loss(self) -> tuple[float, int]:
         """Return (mean loss, number of targets) of the evaluation batches of all ranks."""
@@ -383,7 +427,7 @@ class Trainer:
             loss_sum = self._step.loss_sum_of_all(batch)
             # The sum remains on the device: reading each loss would wait for its forward.
             total = loss_sum if total is None else ops.add(total, loss_sum)
-        loss, _ = self._step.agree(ops.div(total, max(1, targets)), stop=False)
+        loss, _ = self._step.agree(ops.div(total, max(1, targets)))
         return loss, targets
 
     def _report_step(self, record: StepRecord) -> None:

@@ -1,0 +1,434 @@
+"""Copies of the training state in memory, from which all ranks go on together after one has died.
+
+Every few steps each rank copies its shards to host memory, and a thread sends them to a partner, the next rank. The
+next copy starts when a step's all-reduce has told that all partners have the last one; so of two copies at least one is
+complete on all ranks at any time. After a death the newest step is chosen whose state each rank has, or another rank
+for it: its partner, or a replica, whose own copy is the same. No file is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import socket
+import struct
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from hp_dtensor.comm.world import World, current_world
+from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.platform.interface import Platform
+from hp_dtensor.tensor.conversions import local_of
+from hp_trainer._files import strict_json
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import TrainingError
+from hp_trainer.optimizers import set_state
+from hp_trainer.parallel import ParallelDims
+from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.state import box_of, named_state
+
+_HOST = "127.0.0.1"
+_ALIGNMENT = 64
+_LENGTHS = struct.Struct("!QQ")
+_TOKEN_BYTES = 16
+_STORED = b"+"
+
+# Where a newcomer's state comes from: the copy that its partner holds of it, or a replica's own one.
+Kind = Literal["held", "own"]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one rank after a step.
+
+    Attributes:
+        number: counts the snapshots of the run, the same on all ranks. After a rollback a step has several.
+        header: JSON: the values of the trainer, and name, dtype, shape, box and offset of each tensor.
+        data: the local shards, one after the other, uint8.
+    """
+
+    number: int
+    header: bytes
+    data: np.ndarray
+
+    @classmethod
+    def take(cls, setup: RankSetup, number: int, values: Mapping[str, Any], buffer: np.ndarray | None) -> Snapshot:
+        """Copy the state of this rank to host memory.
+
+        Args:
+            values: JSON values to restore with it.
+            buffer: memory of an earlier snapshot to use if it has the right size.
+        """
+        arrays, tensors, size = [], [], 0
+        for name, tensor in _state(setup):
+            array = setup.platform.to_numpy(local_of(setup.platform, tensor))
+            tensors.append([*_kind_of(setup, name, tensor), array.dtype.name, list(array.shape), size])
+            arrays.append(array)
+            size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        data = buffer if buffer is not None and buffer.nbytes == size else np.empty(size, np.uint8)
+        for array, (*_, offset) in zip(arrays, tensors, strict=True):
+            data[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+        return cls(number, strict_json({"values": dict(values), "tensors": tensors}).encode(), data)
+
+    def restore(self, setup: RankSetup) -> dict[str, Any]:
+        """Copy the state back, and return the JSON values.
+
+        Raises:
+            TrainingError: the tensors of this rank are others than those of the snapshot.
+        """
+        found = json.loads(self.header)
+        saved = {name: rest for name, *rest in found["tensors"]}
+        platform, count = setup.platform, 0
+        with platform.no_grad():
+            for name, tensor in _state(setup):
+                _, *kind = _kind_of(setup, name, tensor)
+                *expected, dtype, shape, offset = saved.get(name, [None, None, "uint8", [0], 0])
+                if kind != expected:
+                    raise TrainingError(f"{name}: the copy in memory is of {expected}, this rank has {kind}")
+                size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+                array = self.data[offset : offset + size].view(dtype).reshape(shape)
+                local = local_of(platform, tensor)
+                platform.copy_(local, platform.from_bits(array, tensor.dtype, platform.device_of(local)))
+                if name.startswith("optimizer."):
+                    parameter, _, slot = name.removeprefix("optimizer.").rpartition(".")
+                    set_state(setup.optimizer, parameter, slot, tensor)
+                count += 1
+        if count != len(saved):
+            raise TrainingError(f"the copy in memory has {len(saved)} tensors, this rank {count}")
+        values: dict[str, Any] = found["values"]
+        return values
+
+
+def _state(setup: RankSetup) -> Any:
+    return named_state(setup.platform, setup.model, setup.optimizer, setup.average)
+
+
+def _kind_of(setup: RankSetup, name: str, tensor: Any) -> list[Any]:
+    """Return name, dtype and box of a tensor's local shard."""
+    box = box_of(tensor)
+    return [name, setup.platform.dtype_name(tensor.dtype), [list(box.offset), list(box.shape)]]
+
+
+def replicas_of(config: TrainerConfig, platform: Platform) -> list[int]:
+    """Return the ranks with the same state as this one, by `parallel.dp_replicate`."""
+    world = current_world(platform)
+    num_experts = getattr(config.model.options, "num_experts", None)
+    dims = ParallelDims.from_config(config.parallel, world.size, num_experts)
+    ranks = dims.build_mesh(platform.device_types[0], platform=platform)["dp_replicate"].ranks()
+    return [rank for rank in ranks if rank != world.rank]
+
+
+class StateCopies:
+    """The snapshots of this process: its own, and those that it holds for other ranks. They outlive generations.
+
+    Args:
+        partner: send each snapshot to the next rank; False: the replicas have the same state.
+        interval: steps between two snapshots.
+
+    Attributes:
+        step: the step in progress, for messages.
+    """
+
+    def __init__(self, *, partner: bool, interval: int) -> None:
+        self._partner, self._interval = partner, interval
+        # By their numbers.
+        self._own: dict[int, Snapshot] = {}
+        self._held: dict[int, dict[int, Snapshot]] = defaultdict(dict)
+        self._number, self._step = 0, 0
+        self._lock = threading.Lock()
+        self._exchange: _Exchange | None = None
+        self._has_partners = threading.Event()
+        self._is_agreed = False
+        self.step = 0
+
+    def meet(self, world: World, replicas: Sequence[int]) -> Sources | None:
+        """Connect to the ranks of a new generation, and choose the state to go on from; a collective call.
+
+        Args:
+            replicas: the ranks whose state is that of this one.
+
+        Returns:
+            None: there is no step whose state all ranks could have, as at the start of a job.
+        """
+        self._exchange = exchange = _Exchange(self)
+        with self._lock:
+            held = {rank: sorted(of_rank) for rank, of_rank in self._held.items()}
+        fact: dict[str, Any] = {"own": sorted(self._own), "held": held, "replicas": list(replicas)}
+        fact |= {"number": self._number, "step": self.step, **exchange.address}
+        gathered = world.all.all_gather_bytes(json.dumps(fact).encode())
+        facts = [json.loads(each) for each in gathered]
+        exchange.connect(world.rank, facts)
+        sources = choose_sources(facts)
+        self._number = max(fact["number"] for fact in facts)
+        self._is_agreed = False
+        self._has_partners.clear()
+        if sources is None:
+            self._own.clear()
+            self._held.clear()
+        elif not self._partner or sources.number in facts[exchange.next_rank]["held"].get(str(world.rank), ()):
+            self._has_partners.set()
+        return sources
+
+    def restore(self, setup: RankSetup, sources: Sources, timeout_seconds: float) -> dict[str, Any]:
+        """Restore this rank's state, receiving it first if another rank has it; return the values of the trainer."""
+        rank, number, exchange = setup.mesh.world.rank, sources.number, self._exchange
+        assert exchange is not None
+        for newcomer, (holder, kind) in sources.holders.items():
+            if holder == rank:
+                exchange.send(newcomer, self._held[newcomer][number] if kind == "held" else self._own[number], "own")
+        if rank in sources.holders:
+            self._own = {number: exchange.receive(number, sources.holders[rank][0], timeout_seconds)}
+        # Later snapshots are not complete, and their steps are repeated.
+        self._own = {number: self._own[number]}
+        with self._lock:
+            self._held = defaultdict(dict, {r: {number: of[number]} for r, of in self._held.items() if number in of})
+        if not self.is_complete:
+            self._send(self._own[number])
+        values = self._own[number].restore(setup)
+        self._step = int(values["step"])
+        return values
+
+    @property
+    def is_complete(self) -> bool:
+        """True if this rank's last snapshot is where it is needed after its death."""
+        return self._has_partners.is_set()
+
+    def agree(self, *, everywhere: bool) -> None:
+        """Record whether `is_complete` was True on all ranks. The same on all of them."""
+        self._is_agreed = everywhere
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to take a snapshot after a step. The same on all ranks."""
+        if not self._own:
+            return True
+        # After a rollback, the next one is due at once.
+        return self._is_agreed and not self._step <= step < self._step + self._interval
+
+    def take(self, setup: RankSetup, step: int, values: Mapping[str, Any]) -> None:
+        """Copy the state after a step, and start sending it. The snapshot before the last one is dropped."""
+        last = max(self._own, default=None)
+        dropped = [self._own.pop(number) for number in list(self._own) if number != last]
+        self._is_agreed = False
+        self._has_partners.clear()
+        self._number, self._step = self._number + 1, step
+        buffer = dropped[0].data if dropped else None
+        self._own[self._number] = Snapshot.take(setup, self._number, {**values, "step": step}, buffer)
+        self._send(self._own[self._number])
+
+    def leave(self) -> None:
+        """Close the connections of this generation, and keep the snapshots."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    def _send(self, snapshot: Snapshot) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        if self._partner:
+            exchange.send(exchange.next_rank, snapshot, "held", self._has_partners.set)
+        else:
+            self._has_partners.set()
+
+    def memory_for(self, rank: int, size: int) -> np.ndarray:
+        """Return memory for a snapshot of another rank, dropping the one before the last."""
+        with self._lock:
+            held = self._held[rank]
+            dropped = [held.pop(each) for each in sorted(held)[:-1]]
+        fits = [each.data for each in dropped if each.data.nbytes == size]
+        return fits[0] if fits else np.empty(size, np.uint8)
+
+    def hold(self, rank: int, snapshot: Snapshot) -> None:
+        """Hold a received snapshot of another rank."""
+        with self._lock:
+            self._held[rank][snapshot.number] = snapshot
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The state from which all ranks go on.
+
+    Attributes:
+        number: number of its snapshots.
+        holders: for each rank without its snapshot, the rank that has it, and as what.
+        lost_step: the step in progress when a rank died.
+    """
+
+    number: int
+    holders: Mapping[int, tuple[int, Kind]]
+    lost_step: int
+
+
+def choose_sources(facts: Sequence[Mapping[str, Any]]) -> Sources | None:
+    """Choose the newest snapshot that each rank has, or another rank for it.
+
+    Args:
+        facts: for each rank, the numbers of its `own` snapshots, those `held` for other ranks, its `replicas`, and its
+            `step` in progress.
+
+    Returns:
+        The same on all ranks; None: there is no such snapshot.
+    """
+    numbers = sorted({number for fact in facts for number in fact["own"]}, reverse=True)
+    for number in numbers:
+        holders: dict[int, tuple[int, Kind] | None] = {
+            rank: _holder(facts, rank, number) for rank, fact in enumerate(facts) if number not in fact["own"]
+        }
+        if None not in holders.values():
+            found = {rank: holder for rank, holder in holders.items() if holder is not None}
+            return Sources(number, found, max(fact["step"] for fact in facts))
+    return None
+
+
+def _holder(facts: Sequence[Mapping[str, Any]], rank: int, number: int) -> tuple[int, Kind] | None:
+    for other, fact in enumerate(facts):
+        if number in fact["held"].get(str(rank), ()):
+            return other, "held"
+    return next(((other, "own") for other in facts[rank]["replicas"] if number in facts[other]["own"]), None)
+
+
+class _Exchange:
+    """Sends snapshots to other ranks of one generation and receives theirs, in threads beside the computation.
+
+    Args:
+        copies: receives the snapshots that this rank holds for others.
+
+    Attributes:
+        address: how other ranks reach this one, as JSON values.
+        next_rank: the partner that holds this rank's snapshots.
+    """
+
+    def __init__(self, copies: StateCopies) -> None:
+        self._copies = copies
+        self._server = socket.create_server((_HOST, 0))
+        # Other users of this machine may connect, too.
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self.address = {"port": self._server.getsockname()[1], "token": self._token.hex()}
+        self.next_rank = 0
+        self._rank = 0
+        self._peers: list[tuple[int, bytes]] = []
+        self._sockets: dict[int, socket.socket] = {}
+        self._accepted: list[socket.socket] = []
+        self._arrived: dict[int, Snapshot] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._outbox: queue.SimpleQueue[tuple[int, Snapshot, Kind, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._accept, name="copies: server", daemon=True)]
+        self._threads += [threading.Thread(target=self._deliver, name="copies: sender", daemon=True)]
+        for thread in self._threads:
+            thread.start()
+
+    def connect(self, rank: int, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Set this rank and the addresses of all; connections are made on first use."""
+        self._rank, self.next_rank = rank, (rank + 1) % len(facts)
+        self._peers = [(fact["port"], bytes.fromhex(fact["token"])) for fact in facts]
+
+    def send(self, rank: int, snapshot: Snapshot, kind: Kind, done: Callable[[], None] = lambda: None) -> None:
+        """Start sending a snapshot; `done` is called in the sender's thread when the other rank has it."""
+        self._outbox.put((rank, snapshot, kind, done))
+
+    def receive(self, number: int, holder: int, timeout_seconds: float) -> Snapshot:
+        """Wait for this rank's own snapshot of a number.
+
+        Raises:
+            CollectiveError: it has not come in time.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._arrived, timeout_seconds)
+            if number not in self._arrived:
+                raise CollectiveError(f"rank {holder} has not sent this rank its state in {timeout_seconds:g} s")
+            return self._arrived.pop(number)
+
+    def close(self) -> None:
+        """Close all connections and end the threads."""
+        self._is_closed = True
+        self._outbox.put(None)
+        with self._changed:
+            sockets = [self._server, *self._sockets.values(), *self._accepted]
+        for each in sockets:
+            # Wakes the threads that wait there; `close` alone does not.
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _deliver(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            rank, snapshot, kind, done = message
+            try:
+                connection = self._sockets.get(rank) or self._connect(rank)
+                values = {"kind": kind, "rank": self._rank, "number": snapshot.number, "bytes": snapshot.data.nbytes}
+                prefix = json.dumps(values).encode()
+                connection.sendall(_LENGTHS.pack(len(prefix), len(snapshot.header)) + prefix + snapshot.header)
+                connection.sendall(snapshot.data.data)
+                if connection.recv(1) == _STORED:
+                    done()
+            except OSError:
+                # The other rank has died, which the next collective finds.
+                return
+
+    def _connect(self, rank: int) -> socket.socket:
+        port, token = self._peers[rank]
+        connection = socket.create_connection((_HOST, port))
+        with self._changed:
+            self._sockets[rank] = connection
+            if self._is_closed:
+                connection.close()
+        connection.sendall(token)
+        return connection
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._server.accept()
+            except OSError:
+                return
+            with self._changed:
+                self._accepted.append(connection)
+                if self._is_closed:
+                    connection.close()
+            thread = threading.Thread(target=self._read, args=(connection,), name="copies: receiver", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            if not secrets.compare_digest(_read(connection, np.empty(_TOKEN_BYTES, np.uint8)).tobytes(), self._token):
+                connection.close()
+                return
+            while True:
+                lengths = _read(connection, np.empty(_LENGTHS.size, np.uint8)).tobytes()
+                prefix, header = (_read(connection, np.empty(n, np.uint8)).tobytes() for n in _LENGTHS.unpack(lengths))
+                values = json.loads(prefix)
+                rank, number, size = values["rank"], values["number"], values["bytes"]
+                held = values["kind"] == "held"
+                data = self._copies.memory_for(rank, size) if held else np.empty(size, np.uint8)
+                snapshot = Snapshot(number, header, _read(connection, data))
+                if held:
+                    self._copies.hold(rank, snapshot)
+                else:
+                    with self._changed:
+                        self._arrived[number] = snapshot
+                        self._changed.notify_all()
+                connection.sendall(_STORED)
+        except OSError:
+            # The other rank has died or left; a snapshot of which only a part has come is dropped.
+            connection.close()
+
+
+def _read(connection: socket.socket, buffer: np.ndarray) -> np.ndarray:
+    """Fill a buffer from a connection, and return it."""
+    view = buffer.data
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionError("the connection was closed")
+        view = view[count:]
+    return buffer

@@ -1,0 +1,83 @@
+"""Ranks die, and the others go on with newcomers: weights, losses and counters are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from running_commands import add_plugin, losses_of, steps_of
+from training_runs import skip_unless_torch_or
+
+from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
+
+pytestmark = pytest.mark.real_ranks
+
+SETTINGS = ("--training.steps=10", "--lr_schedule.kind=constant", "--training.clip_norm=null", "--checkpoint.keep=1")
+OPTIONS = {
+    "training__steps": 10,
+    "lr_schedule__kind": "constant",
+    "training__clip_norm": None,
+    "training__eval_interval": 4,
+}
+
+
+@pytest.fixture
+def dying(folder, hp_train, hp_platform, monkeypatch):
+    """Trains while ranks are killed, and returns the errors of the command."""
+    skip_unless_torch_or(hp_platform, False)
+    add_plugin(folder, "deaths", Path(__file__).with_name("deaths.py").read_text(), monkeypatch)
+
+    def train(kills: tuple[str, ...], *settings: str) -> str:
+        shared = set(os.listdir("/dev/shm"))
+        monkeypatch.setenv("KILLS", json.dumps(dict.fromkeys(kills, signal.SIGKILL)))
+        arguments = (*SETTINGS, "--training.eval_interval=4", "--fault_tolerance.interval=2", *settings)
+        code, _, err = hp_train("run", "run.yaml", "--run.folder=out", *arguments).finish()
+        assert code == 0, err
+        assert sorted(path.name for path in folder.glob("*:*:*")) == sorted(kills), "every rank has died"
+        assert set(os.listdir("/dev/shm")) <= shared, "nothing is left in shared memory"
+        return err
+
+    return train
+
+
+def expect_same(run: Path, undisturbed: Path) -> None:
+    """The newest checkpoints have the same bits and counters, no step is lost or repeated, and no file is half."""
+    (name,) = os.listdir(run / "checkpoints")
+    found, expected = (open_newest(path) for path in (run, undisturbed))
+    assert name == found.folder
+    assert found.index.tensors.keys() == expected.index.tensors.keys()
+    for tensor in expected.index.tensors:
+        assert found.read(tensor).tobytes() == expected.read(tensor).tobytes(), tensor
+    for counter in ("samples", "optimizer_steps", "guard", "loss_scaling"):
+        assert found.state[counter] == expected.state[counter]
+    assert steps_of(run) == steps_of(undisturbed)
+
+
+def open_newest(run: Path) -> Checkpoint:
+    storage = LocalStorage(run / "checkpoints")
+    return Checkpoint(storage, list_checkpoints(storage)[0])
+
+
+def test_ranks_die_everywhere_in_a_step_and_their_partners_have_their_state(lab, folder, dying):
+    # Sums over two ranks have one order, so simulated ranks have the same bits.
+    undisturbed = lab.run("undisturbed", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS)
+    # Evaluations, checkpoints and stopped ranks: `nox -s chaos -- --only deaths`.
+    kills = ("3:1:forward", "new:1:restore", "5:0:backward", "7:1:optimizer", "8:0:snapshot")
+    settings = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")
+    err = dying(kills, *settings, "--fault_tolerance.copies=1")
+    assert "rank 0 of 2 has died (SIGKILL) in step 5; training goes on from step 4 after " in err
+    assert "no rank has a copy" not in err
+    expect_same(folder / "out", undisturbed.path)
+    assert losses_of(folder / "out") == losses_of(undisturbed.path)
+
+
+def test_two_ranks_die_at_once_and_their_replicas_have_their_state(lab, folder, dying):
+    undisturbed = lab.run("undisturbed", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4, **OPTIONS)
+    kills = ("3:0:backward", "3:3:backward", "new:3:set-up")
+    settings = ("--launch.local_ranks=4", "--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.ep=2")
+    err = dying(kills, *settings, "--fault_tolerance.copies=0")
+    assert "no rank has a copy" not in err
+    expect_same(folder / "out", undisturbed.path)
