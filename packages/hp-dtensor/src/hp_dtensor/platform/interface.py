@@ -18,7 +18,7 @@ import os
 import resource
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -638,7 +638,7 @@ class ProcessInterface(ABC):
         The thread waits for other ranks inside a backward too. A framework that runs the backwards of several threads
         in one of its own must run them in the calling thread here, or the ranks wait for each other forever.
         """
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def wrap_mesh(self, mesh: Any) -> Any | None:
         """Return the framework's own device mesh as a `hp_dtensor.DeviceMesh` over the same groups.
