@@ -4,11 +4,27 @@ Signals have their default actions, also where the process that starts pytest ig
 background ignores SIGINT, `nohup` ignores SIGHUP): processes that tests start and interrupt would inherit that.
 """
 
+import importlib.util
 import os
 import signal
+from typing import Any
+
+import pytest
 
 os.environ.setdefault("HP_DEVICE", "cpu")  # set before a platform is created; ranks that tests start inherit it
 
 for ignored, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, default)
+
+# What ranks and commands import before their first step. torch imports its symbolic shapes, which takes two seconds, in
+# the first backward from a gradient.
+IMPORTED = ("hp_fsdp", "hp_moe", "hp_trainer.training", "hp_trainer.cli.train", "hp_trainer.models.hugging_face")
+IMPORTED_FOR = {"torch": ("torch.fx.experimental.symbolic_shapes", "numpy.ma")}
+
+
+@pytest.fixture(scope="session")
+def imported_modules(hp_platform: Any) -> list[str]:
+    """Modules that processes of `fork_server` have imported: those of the packages that are installed."""
+    found = [name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0]) is not None]
+    return [*found, *IMPORTED_FOR.get(hp_platform.name, ())]

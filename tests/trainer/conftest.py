@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,12 +46,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hp_train(folder: Path, hp_platform) -> Iterator[Callable[..., Command]]:
-    """Starts `hp-train` in the folder; whatever it leaves running fails the test, and is killed."""
-    started: list[Command] = []
+def hp_train(folder: Path, hp_platform, fork_server, tmp_path_factory) -> Iterator[Callable[..., Command]]:
+    """Starts `hp-train` in the folder; whatever it leaves running fails the test, and is killed.
 
-    def start(*arguments: str, launcher: tuple[str, ...] = ()) -> Command:
-        started.append(Command(folder, hp_platform.name, *arguments, launcher=launcher))
+    Its processes are forked from one that has imported the framework, unless they are `new`.
+    """
+    started: list[Command] = []
+    records = tmp_path_factory.mktemp("forked")
+
+    def start(*arguments: str, launcher: tuple[str, ...] = (), new: bool = False) -> Command:
+        popen = subprocess.Popen if new else fork_server.popen
+        started.append(Command(folder, hp_platform.name, *arguments, records=records, launcher=launcher, popen=popen))
         return started[-1]
 
     yield start

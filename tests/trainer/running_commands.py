@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hp_dtensor.testing.fork_server import RECORDS, environment_of
 from hp_trainer.checkpoint import LocalStorage, find_latest
 from hp_trainer.metrics import read_metrics
 
@@ -23,19 +25,33 @@ LAUNCHERS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "
 
 
 class Command:
-    """A running `hp-train`, and all the processes that it has started."""
+    """A running `hp-train`, and all the processes that it has started.
 
-    def __init__(self, folder: Path, platform: str, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+    Args:
+        records: a folder where forked processes are recorded.
+        popen: `subprocess.Popen`, or that of a fork server.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        platform: str,
+        *arguments: str,
+        records: Path,
+        launcher: tuple[str, ...] = (),
+        popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+    ) -> None:
+        self._records = records
         # A variable of its own marks the processes of this command, wherever they are moved to.
         self.mark = f"HP_TEST_COMMAND={folder}-{time.monotonic_ns()}"
         name, value = self.mark.split("=")
         environment = {key: text for key, text in os.environ.items() if key not in LAUNCHERS_VARIABLES}
         # msrun starts `python`, whichever comes first.
         environment["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
-        self.process = subprocess.Popen(
+        self.process = popen(
             [sys.executable, *(launcher or ("-m", "hp_trainer")), *arguments],
             cwd=folder,
-            env=environment | {"HP_PLATFORM": platform, "OMP_NUM_THREADS": "1", name: value},
+            env=environment | {"HP_PLATFORM": platform, "OMP_NUM_THREADS": "1", name: value, RECORDS: str(records)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -53,7 +69,10 @@ class Command:
 
     def line_of(self, pid: int) -> str:
         """The command line of a process; empty once it has ended."""
-        return "\0".join(_entries(pid, "cmdline"))
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        except OSError:
+            return ""
 
     def rank(self, rank: int) -> int:
         """The process of a rank."""
@@ -63,11 +82,11 @@ class Command:
 
     def ranks_numbered(self, rank: int) -> list[int]:
         """The process of a rank, or none."""
-        return [pid for pid in self.processes() if f"RANK={rank}" in _environment(pid)]
+        return [pid for pid in self.processes() if f"RANK={rank}" in self._environment(pid)]
 
     def ranks(self) -> list[int]:
         """The processes of all ranks."""
-        return [pid for pid in self.processes() if any(name.startswith("RANK=") for name in _environment(pid))]
+        return [pid for pid in self.processes() if any(name.startswith("RANK=") for name in self._environment(pid))]
 
     def kill_everything(self) -> None:
         for pid in self.processes():
@@ -76,18 +95,10 @@ class Command:
         self.process.communicate()
 
     def _is_ours(self, pid: int) -> bool:
-        return self.mark in _environment(pid)
+        return self.mark in self._environment(pid)
 
-
-def _environment(pid: int) -> list[str]:
-    return _entries(pid, "environ")
-
-
-def _entries(pid: int, name: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
+    def _environment(self, pid: int) -> list[str]:
+        return environment_of(pid, self._records)
 
 
 TWO_RANKS = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")

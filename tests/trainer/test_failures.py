@@ -54,8 +54,9 @@ def test_the_same_limit_in_one_of_several_ranks(folder, hp_platform, hp_train):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_signal_to_a_rank_in_its_first_moment_stops_the_run(folder, hp_train):
-    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS)
+    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, new=True)
     deadline = time.monotonic() + START_SECONDS
     while not command.ranks_numbered(1) and time.monotonic() < deadline:
         time.sleep(0.005)

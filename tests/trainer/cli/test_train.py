@@ -84,7 +84,9 @@ def test_a_run_says_what_it_does_before_it_imports_a_framework(folder, hp_platfo
 def test_a_run_from_the_command_to_the_samples(folder, hp_train, hp_platform):
     arguments = ("--generate.prompts=['ab', 'ü']", "--generate.max_new_tokens=5", "--training.eval_interval=3")
     trackers = "--metrics.trackers=[jsonl, progress, loss_curve]"
-    code, out, err = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *arguments, trackers).finish()
+    # The other processes here are forked; these are started as a user's are.
+    new = hp_platform.name == "torch"
+    code, out, err = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *arguments, trackers, new=new).finish()
     assert code == 0, err
     run = RunFolder.open(folder / "out")
     assert steps_of(run.path) == [1, 2, 3, 4, 5, 6]
@@ -155,7 +157,7 @@ def test_a_run_in_one_process_stops_the_same_way(folder, hp_train):
 
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_signal_before_training_ends_at_once(folder, hp_train):
-    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS)
+    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, new=True)
     deadline = time.monotonic() + START_SECONDS
     while not (folder / "out" / "run.json").exists() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -41,6 +41,8 @@ _TAIL_BYTES = 20_000
 _LAST_FRAME = b'File "<string>", line 1 in <module>'
 _START_ATTEMPTS = 3
 _LOOPBACK_SECONDS = 30.0
+# Tests replace it by a function that forks a process which has imported the framework.
+start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
 @dataclass(slots=True)
@@ -210,7 +212,7 @@ class LocalRanks:
             place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
             environment = inherited | self.platform.environment(rank, self.size)
             environment |= {name: str(value) for name, value in place.items()}
-            popen = subprocess.Popen(
+            popen = start_process(
                 # -P: modules in the working directory, such as a json.py, must not shadow the imports of _START.
                 [sys.executable, "-P", "-u", "-c", _START, str(fd), str(os.getpid()), str(is_main), path],
                 stdin=subprocess.DEVNULL,

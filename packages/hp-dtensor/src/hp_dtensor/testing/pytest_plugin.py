@@ -20,6 +20,7 @@ import pytest
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankPool
     from hp_dtensor.platform.interface import Platform
+    from hp_dtensor.testing.fork_server import ForkServer
 
 
 CASES = "hp_cases"
@@ -189,16 +190,31 @@ def hp_platform(pytestconfig: pytest.Config) -> Platform:
 
 
 @pytest.fixture(scope="session")
-def rank_pool(hp_platform: Platform) -> Iterator[Callable[[int], RankPool]]:
+def imported_modules() -> Sequence[str]:
+    """Modules that `fork_server` imports beside the framework; overridden by tests that start such processes often."""
+    return ()
+
+
+@pytest.fixture(scope="session")
+def fork_server(hp_platform: Platform, imported_modules: Sequence[str]) -> Iterator[ForkServer]:
+    """Starts Python processes that have imported the framework already."""
+    from hp_dtensor.testing.fork_server import ForkServer
+
+    server = ForkServer(hp_platform.name, imported_modules)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def rank_pool(hp_platform: Platform, fork_server: ForkServer) -> Iterator[Callable[[int], RankPool]]:
     """`rank_pool(n).run("module:function", *args)`: real ranks of `hp_platform`, started once per session and size."""
-    from hp_dtensor.launch import RankPool
+    from hp_dtensor.testing.fork_server import ForkedRankPool
 
     pools: dict[int, RankPool] = {}
 
     def pool_of(num_ranks: int) -> RankPool:
-        # Kept until the end of the session: each start of the processes imports the framework again.
         if num_ranks not in pools:
-            pools[num_ranks] = RankPool(hp_platform, num_ranks)
+            pools[num_ranks] = ForkedRankPool(hp_platform, num_ranks, fork_server)
         return pools[num_ranks]
 
     yield pool_of

@@ -1,0 +1,409 @@
+"""`ForkServer`: Python processes for tests, forked from one that has imported a framework.
+
+A new interpreter takes two to four seconds of a core to import a framework, a fork some milliseconds. Ranks and
+commands that tests start often are therefore forked. A forked process has its own environment, arguments, folder,
+files, session and random numbers, and is a child of the process that requested it. It differs from a new one in three
+things: its modules are imported already, all processes of a server have one seed of hashes, and `/proc/PID/environ`
+shows the server's environment (`environment_of` returns its own). Tests of these start a new interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+from hp_dtensor.launch import RankPool, local_ranks
+from hp_dtensor.platform import plugins, selection
+from hp_dtensor.platform.interface import Platform
+
+RECORDS = "HP_TEST_FORKED"
+"""Variable of a forked process: the folder where it and the processes that it forks are recorded."""
+
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
+    "from hp_dtensor.testing.fork_server import main; main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[4]))"
+)
+_READY = b"ready"
+_LARGEST_REQUEST = 1 << 20
+_MOST_FILES = 16
+_HIGH_FD = 500  # above the numbers of files that requests name
+_PR_SET_CHILD_SUBREAPER = 36
+# Libraries read these while they are imported, so a process that wants other values cannot be forked.
+_READ_BY_IMPORTS = (
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "GLOG_",
+    "MS_",
+    "TORCH",
+    "LD_",
+    "PYTHON",
+    "HP_DEVICE",
+    "HP_BACKEND",
+)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A process to start: `python -m PROGRAM ARGUMENT ...`, with `-c`, or without option for a script.
+
+    Attributes:
+        numbers: those of its files.
+        blocked: numbers of its blocked signals.
+    """
+
+    option: str
+    program: str
+    arguments: tuple[str, ...]
+    safe_path: bool
+    unbuffered: bool
+    environment: dict[str, str]
+    folder: str
+    numbers: tuple[int, ...]
+    blocked: tuple[int, ...]
+
+
+class ForkServer:
+    """Starts Python processes by forking one that has imported a platform's framework. It ends with this process.
+
+    Args:
+        platform: name of the platform.
+        modules: further modules to import.
+    """
+
+    def __init__(self, platform: str, modules: Sequence[str] = ()) -> None:
+        self._platform = platform
+        self._modules = modules
+        # Of now, not of the first start: a test may have changed variables for its own processes.
+        self._environment = dict(os.environ)
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused = False
+
+    def popen(self, args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Start a process as `subprocess.Popen` with the same arguments does, by a fork where that is possible."""
+        environment = options.get("env") or dict(os.environ)
+        forkable = options.get("start_new_session") and _program(args) and _alike(environment, self._environment)
+        if forkable and self._is_ready():
+            return _ForkedProcess(self, args, **options)
+        return subprocess.Popen(args, **options)
+
+    def run(self, args: Sequence[str], timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, and return it with its output, as `subprocess.run` does."""
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+        with self.popen(args, **{**pipes, **options}, start_new_session=True) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            finally:
+                # After a timeout.
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(args, process.returncode, out, err)
+
+    def close(self) -> None:
+        """End the server. Processes that it has forked go on."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.wait()
+
+    def request(self, request: _Request, files: Sequence[int]) -> int:
+        """Return the number of a new child of this process."""
+        assert self._socket is not None
+        with self._lock, _adopting():
+            socket.send_fds(self._socket, [pickle.dumps(request)], files)
+            return int(self._socket.recv(64))
+
+    def _is_ready(self) -> bool:
+        with self._lock:
+            if self._socket is None and not self._refused:
+                self._start()
+        return self._socket is not None
+
+    def _start(self) -> None:
+        ours, theirs = _socket_pair()
+        path = json.dumps([entry or os.getcwd() for entry in sys.path])
+        command = [sys.executable, "-P", "-c", _START, str(theirs.fileno()), self._platform, path]
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, json.dumps(list(self._modules))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                env=self._environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        if ours.recv(64) == _READY:
+            self._socket = ours
+        else:
+            self._refused = True
+            ours.close()
+
+    @classmethod
+    def beside(cls, imported: _Imported) -> ForkServer:
+        """Return a server for this forked process: a fork of it, before it has done anything."""
+        server = cls(imported.platform)
+        server._environment = imported.environment
+        server._socket, theirs = _socket_pair()
+        if os.fork() == 0:
+            server._socket.close()
+            os.setsid()
+            for number in range(3):
+                os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            _serve(theirs, imported)
+        theirs.close()
+        return server
+
+
+class ForkedRankPool(RankPool):
+    """A pool whose ranks are forked by a server."""
+
+    def __init__(self, platform: Platform, num_ranks: int, server: ForkServer) -> None:
+        super().__init__(platform, num_ranks)
+        self._server = server
+
+    def run(self, target: str | Callable[..., Any], *args: Any, timeout_seconds: float | None = 300.0) -> list[Any]:
+        with mock.patch.object(local_ranks, "start_process", self._server.popen):
+            return super().run(target, *args, timeout_seconds=timeout_seconds)
+
+
+class _ForkedProcess(subprocess.Popen[Any]):
+    """A process of a `ForkServer`. Python's own class does all but the start."""
+
+    def __init__(self, server: ForkServer, args: Sequence[str], **options: Any) -> None:
+        self._server = server
+        super().__init__(args, **options)
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
+        pass_fds, cwd, env, _, _, _, *pipes = rest[:12]
+        p2cread, _, _, c2pwrite, _, errwrite = pipes
+        standard = [number if fd == -1 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))]
+        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in (env or os.environ).items()}
+        program = _program(args)
+        assert program is not None
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        request = _Request(
+            *program,
+            environment,
+            os.fspath(cwd or os.getcwd()),
+            (0, 1, 2, *pass_fds),
+            tuple(int(number) for number in blocked),
+        )
+        try:
+            self.pid = self._server.request(request, [*standard, *pass_fds])
+            self._child_created = True
+            _record(self.pid, environment)
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+
+def environment_of(pid: int, records: Path) -> list[str]:
+    """Return the variables, `NAME=value`, of a running process that may be recorded in the folder `records`.
+
+    They are those of its start. Of a process that has ended there are none.
+    """
+    try:
+        found = Path(f"/proc/{pid}/environ").read_text(errors="replace")
+        # Empty for a zombie.
+        return (records / _identity(pid)).read_text().split("\0") if found else []
+    except FileNotFoundError:
+        return found.split("\0") if Path(f"/proc/{pid}").exists() else []
+    except OSError:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class _Imported:
+    """A process after the imports: its environment and path before them, and the variables that they have added."""
+
+    platform: str
+    environment: dict[str, str]
+    path: tuple[str, ...]
+    added: dict[str, str]
+
+
+def main(fd: int, platform: str, modules: list[str]) -> None:
+    """Import the framework, and serve. Each forked process runs what was requested."""
+    channel = socket.socket(fileno=fd)
+    channel.set_inheritable(False)
+    environment, path = dict(os.environ), tuple(sys.path)
+    selection.get_platform(platform)
+    for module in modules:
+        importlib.import_module(module)
+    # Forked processes look for plugins on their own paths.
+    plugins.plugin_manager.cache_clear()
+    selection._load.cache_clear()
+    added = {name: value for name, value in os.environ.items() if name not in environment}
+    # A fork has none of the other threads, and locks that they hold would stay locked.
+    if len(os.listdir("/proc/self/task")) > 1:
+        channel.send(b"the imports have started threads")
+        return
+    # Collections in forked processes would copy all pages of the imported modules.
+    gc.collect()
+    gc.freeze()
+    channel.send(_READY)
+    _serve(channel, _Imported(platform, environment, path, added))
+
+
+def _serve(channel: socket.socket, imported: _Imported) -> NoReturn:
+    """Fork for each request, until the other end is closed. A forked process ends in here, too."""
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    while True:
+        data, files, _, _ = socket.recv_fds(channel, _LARGEST_REQUEST, _MOST_FILES)
+        if not data:
+            os._exit(0)
+        if _fork_orphan(channel):
+            break
+        for fd in files:
+            os.close(fd)
+    channel.close()
+    request: _Request = pickle.loads(data)
+    _become(request, files, imported)
+    if request.option != "-c":
+        # A command may start ranks. They are forked from this state, not from that of the command later.
+        local_ranks.start_process = ForkServer.beside(imported).popen
+    _run(request)
+
+
+def _fork_orphan(channel: socket.socket) -> bool:
+    """Fork a process whose parent is the one that asks, and report its number. Return True in the forked process."""
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        if (pid := os.fork()) == 0:
+            os.close(reading)
+            os.close(writing)
+            while os.getppid() == between:
+                time.sleep(0.0005)
+            return True
+        os.write(writing, str(pid).encode())
+        os._exit(0)
+    os.close(writing)
+    number = os.read(reading, 64)
+    os.close(reading)
+    # With its end, the process that asks has become the parent.
+    os.waitpid(between, 0)
+    channel.send(number)
+    return False
+
+
+def _become(request: _Request, files: Sequence[int], imported: _Imported) -> None:
+    """Give this forked process what a new one has of its own."""
+    os.setsid()
+    # Two steps, since one file may have been received under the number that another one gets.
+    high = [os.dup2(fd, _HIGH_FD + i) for i, fd in enumerate(files)]
+    for fd in files:
+        os.close(fd)
+    for fd, number in zip(high, request.numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    for number in _IGNORED:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update({**imported.added, **request.environment})
+    inherited = _entries(imported.environment)
+    own = [os.path.dirname(request.program) if request.option == "" else os.getcwd()]
+    own = [] if request.safe_path else own
+    sys.path[:] = [*own, *_entries(request.environment), *(entry for entry in imported.path if entry not in inherited)]
+    importlib.invalidate_caches()
+    sys.argv[:] = [request.option or request.program, *request.arguments]
+    if request.unbuffered:
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    # Python's own random numbers start anew in a forked process, NumPy's do not.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def _run(request: _Request) -> NoReturn:
+    if request.option == "-m":
+        runpy.run_module(request.program, run_name="__main__", alter_sys=True)
+    elif request.option == "":
+        runpy.run_path(request.program, run_name="__main__")
+    else:
+        exec(compile(request.program, "<string>", "exec"), sys.modules["__main__"].__dict__)
+    # Not back into the server's loop.
+    sys.exit()
+
+
+def _program(args: Sequence[str]) -> tuple[str, str, tuple[str, ...], bool, bool] | None:
+    """Return option, program, arguments, and whether -P and -u are given, of a command that starts Python.
+
+    Returns None for other commands.
+    """
+    first, *rest = map(str, args)
+    flags = set()
+    while rest and rest[0] in ("-P", "-u"):
+        flags.add(rest.pop(0))
+    option = rest.pop(0) if rest and rest[0] in ("-m", "-c") else ""
+    if first != sys.executable or not rest or rest[0].startswith("-"):
+        return None
+    return option, rest[0], tuple(rest[1:]), "-P" in flags, "-u" in flags
+
+
+def _alike(some: dict[str, str], others: dict[str, str]) -> bool:
+    def read(environment: dict[str, str]) -> dict[str, str]:
+        names = (name for name in environment if name.startswith(_READ_BY_IMPORTS) and name != "PYTHONPATH")
+        return {name: environment[name] for name in names}
+
+    return read(some) == read(others)
+
+
+def _entries(environment: dict[str, str]) -> list[str]:
+    return [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def _record(pid: int, environment: dict[str, str]) -> None:
+    """Write the environment of a forked process into the folder that it names."""
+    if RECORDS in environment:
+        with contextlib.suppress(OSError):  # it may have ended
+            text = "\0".join(f"{name}={value}" for name, value in environment.items())
+            (Path(environment[RECORDS]) / _identity(pid)).write_text(text)
+
+
+def _identity(pid: int) -> str:
+    """Return the number of a process with its start time, since numbers are used again."""
+    stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    # The second field is the program's name in parentheses, which may contain spaces.
+    return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LARGEST_REQUEST)
+    return pair
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Context in which this process becomes the parent of orphans among its descendants."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)

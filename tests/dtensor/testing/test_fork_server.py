@@ -1,0 +1,159 @@
+"""Processes forked from one that has imported the framework: what they have of their own, and when none is forked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from hp_dtensor.testing.fork_server import RECORDS, ForkServer, environment_of
+
+pytestmark = pytest.mark.real_ranks
+
+ABOUT = """\
+import json, os, random, signal, sys
+import numpy
+names = ("A", "B", "PYTHONPATH")
+print(json.dumps({
+    "parent": os.getppid(), "session": os.getsid(0) == os.getpid(), "folder": os.getcwd(), "argv": sys.argv,
+    "variables": {name: os.environ[name] for name in names if name in os.environ}, "path": sys.path[:2],
+    "input": sys.stdin.read(), "numbers": [random.random(), numpy.random.rand()], "frameworks":
+    [name for name in ("torch", "mindspore") if name in sys.modules], "threads": len(os.listdir("/proc/self/task")),
+    "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+    "ignored": [int(each) for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is signal.SIG_IGN],
+    "files": [int(each) for each in os.listdir("/proc/self/fd")],
+}))
+os.environ["B"] = "changed"
+sys.path.insert(0, "/changed")
+"""
+
+
+def start(server, code: str, *arguments: str, **options) -> subprocess.Popen[str]:
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True, **options}
+    return server.popen([sys.executable, "-c", textwrap.dedent(code), *arguments], **options)
+
+
+def about(server, *arguments: str, **options) -> dict:
+    process = start(server, ABOUT, *arguments, **options)
+    out, _ = process.communicate("given", timeout=100)
+    assert process.returncode == 0
+    return json.loads(out)
+
+
+def test_a_forked_process_has_what_a_new_one_has(fork_server, hp_platform, tmp_path):
+    environment = {**os.environ, "A": "1", "PYTHONPATH": str(tmp_path)}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    try:
+        first = about(fork_server, "x", cwd=tmp_path, env=environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    second = about(fork_server)
+    assert first["frameworks"] == [hp_platform.name], "a fork of a process that has imported it"
+    assert first["threads"] == 1
+    assert (first["parent"], first["session"], first["folder"]) == (os.getpid(), True, str(tmp_path))
+    assert (first["argv"], first["input"]) == (["-c", "x"], "given")
+    assert first["variables"] == {"A": "1", "PYTHONPATH": str(tmp_path)}
+    assert first["path"] == [str(tmp_path), str(tmp_path)]
+    assert (first["blocked"], first["ignored"]) == ([signal.SIGUSR2], [])
+    # Nothing of the first is in the second, whose random numbers are others.
+    assert second["variables"] == {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    assert "/changed" not in second["path"]
+    assert second["blocked"] == [int(each) for each in before]
+    assert all(some != others for some, others in zip(first["numbers"], second["numbers"], strict=True))
+
+
+def test_files_are_passed_by_number(fork_server):
+    reading, writing = os.pipe()
+    process = start(fork_server, "import os, sys; os.write(int(sys.argv[1]), b'!')", str(writing), pass_fds=[writing])
+    os.close(writing)
+    # The pipe's only other end is that of the process: the server has kept none.
+    assert os.read(reading, 10) == b"!"
+    assert os.read(reading, 10) == b""
+    os.close(reading)
+    assert process.wait(100) == 0
+
+
+@pytest.mark.parametrize(("code", "expected"), [
+    ("import sys; sys.exit(3)", 3),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+    ("raise ValueError('reported')", 1),
+])  # fmt: skip
+def test_the_end_of_a_process_is_reported(fork_server, code, expected):
+    process = start(fork_server, code, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == expected
+    assert ("ValueError: reported" in err) == (expected == 1)
+
+
+def test_the_environment_of_a_forked_process_is_recorded(fork_server, tmp_path):
+    process = start(fork_server, "input()", env={**os.environ, RECORDS: str(tmp_path), "A": "1"})
+    assert "A=1" in environment_of(process.pid, tmp_path)
+    process.communicate("\n", timeout=100)
+    assert environment_of(process.pid, tmp_path) == []
+    # Of others it is that of the system.
+    assert "A=1" not in environment_of(os.getpid(), tmp_path)
+    assert environment_of(os.getpid(), tmp_path) == Path("/proc/self/environ").read_text().split("\0")
+
+
+def test_variables_that_imports_read_need_a_new_interpreter(fork_server):
+    assert about(fork_server, env={**os.environ, "OMP_NUM_THREADS": "7"})["frameworks"] == []
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_no_process_with_threads_is_forked(hp_platform, tmp_path, monkeypatch):
+    source = "import threading, time\nthreading.Thread(target=time.sleep, args=[1000], daemon=True).start()\n"
+    (tmp_path / "threaded.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    server = ForkServer(hp_platform.name, ["threaded"])
+    assert about(server)["frameworks"] == []
+    server.close()
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_the_server_ends_with_its_client_and_its_processes_go_on(hp_platform):
+    code = f"""
+        import subprocess, sys
+        from hp_dtensor.testing.fork_server import ForkServer
+        server = ForkServer({hp_platform.name!r})
+        child = "import os; print(os.getppid(), flush=True); input(); print(os.getppid(), flush=True)"
+        server.popen([sys.executable, "-c", child], start_new_session=True)
+        print(server._process.pid, flush=True)
+        input()
+    """
+    client = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    numbers = {int(client.stdout.readline()) for _ in range(2)}
+    assert client.pid in numbers
+    (server,) = numbers - {client.pid}
+    client.kill()
+    client.wait()
+    # The pipe is the child's as well, and still open: it ends by itself.
+    client.stdin.write("\n")
+    client.stdin.flush()
+    assert int(client.stdout.readline()) != client.pid
+    assert client.stdout.read() == ""
+    ended = threading.Event()
+    while environment_of(server, Path("/none")) and not ended.wait(0.05):
+        pass
+
+
+def test_ranks_of_a_pool_differ_in_nothing_but_their_place(rank_pool, hp_platform):
+    found = rank_pool(2).run(place)
+    assert [rank for rank, *_ in found] == ["0", "1"]
+    assert {parent for _, parent, _ in found} == {os.getpid()}
+    assert len({number for *_, number in found}) == 2
+
+
+def place() -> tuple[str, int, float]:
+    import numpy
+
+    return os.environ["RANK"], os.getppid(), float(numpy.random.rand())
