@@ -440,8 +440,7 @@ class Recorder:
         if is_first:
             self._record("forward", name, x)
         # Within a node of autograd nothing is recorded by it, though its arguments require gradients.
-        has_gradients = has_gradients and platform.is_grad_enabled() and platform.requires_grad(x)
-        if placed is None or not has_gradients:
+        if placed is None or not (has_gradients and platform.is_grad_enabled() and platform.requires_grad(x)):
             return
         key = (name, placed[1].key)
         # A checkpointed forward that was not recorded by autograd gets its hooks when it is repeated.
