@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from small_model import ROWS, make_data, make_model
 
 from hp_dtensor import ColwiseParallel, DeviceMesh, RowwiseParallel, nn, parallelize_module
+from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.debug import (
     Recorder,
@@ -27,6 +29,7 @@ from hp_dtensor.debug import (
 from hp_dtensor.debug.comparison import UNITS
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.recording import recorded as recorded_collectives
 from hp_dtensor.tensor.conversions import to_full
 from hp_dtensor.testing import run_ranks
 
@@ -104,6 +107,55 @@ def test_recording_changes_no_bit(platform: Platform) -> None:
 
     for a, b in zip(weights(True), weights(False), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_recording_costs_one_collective_and_few_bytes(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    gather = ProcessGroup.all_gather_bytes
+    monkeypatch.setattr(
+        ProcessGroup, "all_gather_bytes", lambda self, data: sizes.append(len(data)) or gather(self, data)
+    )
+
+    def program(recorded: bool) -> tuple[int, int]:
+        model, (x, _), world = make_model(platform), make_data(platform), current_world(platform).all
+        recorder = Recorder(model, platform)
+        sizes.clear()
+        before = world.num_calls
+        with recorded_collectives({}) as log, recorder.step(1) if recorded else contextlib.nullcontext():
+            platform.backward(platform.ops.sum(model(x)))
+        return len(log.records), world.num_calls - before
+
+    assert run_ranks(program, 2, platform, False) == [(0, 0)] * 2
+    # Of bytes on the host.
+    assert run_ranks(program, 2, platform, True) == [(0, 1)] * 2
+    # Outputs and their gradients, weights and theirs, with their names.
+    assert max(sizes) < (4 + 8) * 400
+
+
+def test_recording_needs_little_memory(platform: Platform) -> None:
+    if platform.name != "torch":
+        pytest.skip("only torch counts live bytes")
+    from hp_platform_torch.live_bytes import counted_bytes
+
+    ops, width = platform.ops, 256
+
+    def peak(is_recorded: bool) -> int:
+        with nn.building(platform):
+            layers = nn.ModuleList([nn.Linear(width, width) for _ in range(4)])
+        x = platform.from_numpy(np.ones((512, width), np.float32))
+        with counted_bytes() as live:
+            recorder = Recorder(layers, platform) if is_recorded else None
+            for step in (1, 2):
+                with contextlib.nullcontext() if recorder is None else recorder.step(step):
+                    y = x
+                    for layer in layers:
+                        y = ops.silu(layer(y))
+                    platform.backward(ops.mean(ops.square(y)))
+        # Made from NumPy arrays, which are not counted.
+        vectors = [] if recorder is None else [x for each in recorder._digester._vectors.values() for x in each]
+        return live.peak + sum(x.nbytes for x in vectors)
+
+    assert peak(True) <= 1.05 * peak(False)
 
 
 def test_a_file_is_small_and_loads_back(reference: Recording, tmp_path: Path) -> None:
