@@ -67,7 +67,7 @@ def test_ranks_die_everywhere_in_a_step_and_their_partners_have_their_state(lab,
     # Evaluations, checkpoints and stopped ranks: `nox -s chaos -- --only deaths`.
     kills = ("3:1:forward", "new:1:restore", "5:0:backward", "7:1:optimizer", "8:0:snapshot")
     settings = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")
-    err = dying(kills, *settings, "--fault_tolerance.copies=1")
+    err = dying(kills, *settings, "--fault_tolerance.copies=1", "--fault_tolerance.spares=1")
     assert "rank 0 of 2 has died (SIGKILL) in step 5; training goes on from step 4 after " in err
     assert "no rank has a copy" not in err
     expect_same(folder / "out", undisturbed.path)

@@ -89,7 +89,7 @@ class Output:
 
     def file_of(self, rank: int, *, again: bool = False) -> IO[bytes] | None:
         """Return an open file for a rank's output, or None for the terminal; `again` to append to its log."""
-        if rank == 0 and self.terminal:
+        if rank <= 0 and self.terminal:
             return None
         if self.folder is None:
             return tempfile.TemporaryFile()

@@ -37,6 +37,8 @@ class Setup:
 
     Attributes:
         replaces: ranks that die are replaced; the parent serves the meeting point.
+        preload: function to import; then a second `Setup` follows when this spare process takes the place of a rank.
+        log: file to write to from now on; empty: no other one.
     """
 
     platform: str
@@ -45,6 +47,8 @@ class Setup:
     timeout_seconds: float
     argv: tuple[str, ...]
     replaces: bool = False
+    preload: str = ""
+    log: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +271,8 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         platform = get_platform(setup.platform)
         # All ranks import their framework before any joins, so that the import does not count against the join timeout.
+        if setup.preload:
+            load_target(setup.preload)
         link.send(Imported() if setup.replaces else None)
         if setup.replaces:
             _member = _Member(link, setup, platform)
@@ -320,6 +326,9 @@ class _Member:
             message = self._link.receive()
             if isinstance(message, Stay):
                 return None
+            if isinstance(message, Setup):
+                self._take_place(message)
+                continue
             if isinstance(message, Leave):
                 # Closes the connections, at which survivors fail that wait for this rank in another group.
                 self._platform.disconnect()
@@ -338,6 +347,16 @@ class _Member:
             self.generation = message.generation
             self._link.send(Joined(message.generation.number))
             return self.generation
+
+    def _take_place(self, setup: Setup) -> None:
+        """Become a rank, in a process that was started as a spare."""
+        self._setup = setup
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(setup.rank)
+        if setup.log:
+            log = os.open(setup.log, os.O_WRONLY | os.O_APPEND)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log, stream.fileno())
+            os.close(log)
 
     def _connect(self, address: str) -> None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")

@@ -8,6 +8,7 @@ left, and the newcomers have imported their framework, all meet again. A death a
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import time
@@ -35,11 +36,13 @@ class Replacement:
         most: deaths that are survived in a run; at the next one the job fails.
         stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
         report: called with messages for the user.
+        spares: processes that have imported everything and wait, so that a newcomer needs no start.
     """
 
     most: int
     stopped_seconds: float = 10.0
     report: Callable[[str], None] = print
+    spares: int = 0
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class ReplacedRanks(LocalRanks):
     _check: Callable[[], None] = lambda: None
     _close: Callable[[], None] = lambda: None
     _num_replaced: int = 0
+    _spares: list[Process] = field(default_factory=list)
     _stopped_since: dict[int, float] = field(default_factory=dict)
 
     def _start(self, check: Callable[[], None]) -> None:
@@ -82,6 +86,7 @@ class ReplacedRanks(LocalRanks):
         request = Run(target, pickle.dumps(args))
         try:
             self._send_all(request)
+            self._start_spares(request)
             return self._supervise(request)
         except BaseException:
             self.terminate()
@@ -98,7 +103,7 @@ class ReplacedRanks(LocalRanks):
                 if isinstance(message, Lost):
                     lost_at = lost_at if lost else time.monotonic()
                     lost[process.rank] = message
-                elif not isinstance(message, Left | Joined):
+                elif not isinstance(message, Imported | Left | Joined):
                     answers[process.rank] = message
             self._kill_stopped()
             dead = self._dead()
@@ -144,6 +149,7 @@ class ReplacedRanks(LocalRanks):
             if not dead:
                 break
         self._send_to(newcomers, request)
+        self._start_spares(request)
 
     def _await(
         self, number: int, kind: type[Left | Joined], fresh: Collection[int], seconds: float, fresh_seconds: float
@@ -221,13 +227,32 @@ class ReplacedRanks(LocalRanks):
 
     def _respawn(self, process: Process) -> None:
         self._release(process)
-        with interrupts_blocked():
-            started = self._processes[process.rank] = self._spawn(process.rank, again=True)
-        self._set_up(started)
+        if not self._spares:
+            with interrupts_blocked():
+                started = self._processes[process.rank] = self._spawn(process.rank, again=True)
+            self._set_up(started)
+            return
+        spare = self._processes[process.rank] = self._spares.pop(0)
+        spare.rank, spare.output = process.rank, self.output.file_of(process.rank, again=True)
+        # Through this process, because the file may have no name.
+        log = "" if spare.output is None else f"/proc/{os.getpid()}/fd/{spare.output.fileno()}"
+        self._set_up(spare, log=log)
 
-    def _set_up(self, process: Process) -> None:
-        setup = Setup(self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv, replaces=True)
-        self._send(process, setup)
+    def _start_spares(self, request: Run) -> None:
+        while len(self._spares) < self.replacement.spares:
+            with interrupts_blocked():
+                self._spares.append(self._spawn(-1))
+            self._set_up(self._spares[-1], preload=request.target)
+
+    def _clear(self) -> None:
+        self._processes += self._spares
+        self._spares = []
+        # Not `super()`, which dataclasses with slots break.
+        LocalRanks._clear(self)
+
+    def _set_up(self, process: Process, *, preload: str = "", log: str = "") -> None:
+        place = (self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv)
+        self._send(process, Setup(*place, replaces=True, preload=preload, log=log))
 
     def _serve(self) -> str:
         address, self._close = self.platform.serve_meeting_point(HOST)

@@ -455,6 +455,9 @@ class FaultToleranceConfig:
     )
     interval: int = Field(10, ge=1, description="steps between two copies; those since the last one are repeated")
     max_deaths: int = Field(10, ge=1, description="deaths of ranks that a job survives")
+    spares: int = Field(
+        0, ge=0, description="processes that wait to take the place of a rank, which saves the start of one"
+    )
     stopped_seconds: float = Field(
         10.0, gt=0, description="seconds after which a rank that is stopped, as by SIGSTOP, is killed and replaced"
     )

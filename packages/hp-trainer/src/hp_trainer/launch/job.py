@@ -404,7 +404,9 @@ def _run_once(
 ) -> int | None:
     settings, more = config.fault_tolerance, dict[str, Any]()
     if settings.copies is not None:
-        more["replacement"] = hp_dtensor.launch.Replacement(settings.max_deaths, settings.stopped_seconds, report)
+        more["replacement"] = hp_dtensor.launch.Replacement(
+            settings.max_deaths, settings.stopped_seconds, report, settings.spares
+        )
     try:
         ended_by: list[int | None] = launch(
             run_rank,
