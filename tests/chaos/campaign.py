@@ -274,6 +274,7 @@ FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
     "slow": Campaign.slow_disks,
     "clock": Campaign.clocks,
     "ranks": lambda campaign: ranks.cases(campaign.folder, campaign.platform, *campaign.ranks),
+    "deaths": lambda campaign: ranks.deaths(campaign.folder, campaign.platform, *campaign.ranks),
 }
 
 
@@ -288,12 +289,13 @@ def main() -> int:
     names = options.only.split(",") if options.only else list(FAMILIES)
     if unknown := [name for name in names if name not in FAMILIES]:
         parser.error(f"there is no family {', '.join(unknown)}; there are: {', '.join(FAMILIES)}")
-    if not any(options.layout in name for name in ranks.LAYOUTS):
-        parser.error(f"there is no layout {options.layout!r}; there are: {'; '.join(ranks.LAYOUTS)}")
+    layouts = {**ranks.LAYOUTS, **ranks.RECOVERING}
+    if not any(options.layout in name for name in layouts):
+        parser.error(f"there is no layout {options.layout!r}; there are: {'; '.join(layouts)}")
     platform = get_platform().name
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder).resolve(), platform, options.layout, options.patience)
-        if names != ["ranks"]:
+        if set(names) - {"ranks", "deaths"}:
             campaign.measure_variants()
         chosen = {name: functools.partial(FAMILIES[name], campaign) for name in names}
         ends, failures = run_families(chosen, options.minutes * 60, options.seed)

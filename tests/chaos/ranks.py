@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from cases import SAME, STOPS, Case, Failure
+from cases import REFUSED, SAME, STOPS, Case, Failure
 
 from hp_trainer.metrics import read_metrics
 
@@ -58,6 +58,18 @@ LAYOUTS = {
         "--checkpoint.background=true",
     ),
 }
+# Layouts in which ranks die and others go on; experts that move are refused there.
+RECOVERING = {
+    **{name: (*settings, "--fault_tolerance.copies=1") for name, settings in LAYOUTS.items() if "move" not in name},
+    "4 ranks, two replicas of 2 shards": (
+        "--launch.local_ranks=4",
+        "--parallel.dp_replicate=2",
+        "--parallel.dp_shard=2",
+        "--fault_tolerance.copies=0",
+    ),
+    "4 shards": ("--launch.local_ranks=4", "--fault_tolerance.copies=1"),
+}
+DEATHS = 5
 START_SECONDS, END_SECONDS = 180, 240
 
 
@@ -180,10 +192,51 @@ def cases(folder: Path, platform: str, layout: str, patience: float) -> Iterator
     ranks = Ranks(folder, platform, patience)
     layouts = [settings for name, settings in LAYOUTS.items() if layout in name]
     kinds = (lose_a_rank, lose_in_a_write, change_the_number, stop)
-    while True:
+    while layouts:
         for chosen in layouts:
             for kind in kinds:
                 yield lambda random_, kind=kind, chosen=chosen: kind(ranks, chosen, random_)
+
+
+def deaths(folder: Path, platform: str, layout: str, patience: float) -> Iterator[Case]:
+    """Yield a case for each layout in which ranks recover in turn, again and again."""
+    ranks = Ranks(folder, platform, patience)
+    undisturbed: dict[str, list[float]] = {}
+    chosen = {name: settings for name, settings in RECOVERING.items() if layout in name}
+    while chosen:
+        for name, settings in chosen.items():
+            yield lambda random_, name=name, settings=settings: survive(ranks, undisturbed, name, settings, random_)
+
+
+def survive(
+    ranks: Ranks, undisturbed: dict[str, list[float]], name: str, layout: tuple[str, ...], random_: random.Random
+) -> str:
+    """Kill or stop processes of ranks at random moments of one job: the same bits of each loss as without that."""
+    more = ("--fault_tolerance.interval=3", "--fault_tolerance.max_deaths=99", "--fault_tolerance.stopped_seconds=1")
+    layout = (*layout, *more, f"--fault_tolerance.spares={random_.randrange(2)}")
+    if name not in undisturbed:
+        ranks.clear()
+        ended = ranks.finish(ranks.start(*layout))
+        if ended[0] == 2 and "cannot meet again on platform" in ended[1]:
+            return REFUSED
+        ranks.expect(ended, 0)
+        undisturbed[name] = ranks.losses()
+    ranks.clear()
+    process = ranks.start(*layout)
+    for step in sorted(random_.sample(range(1, 2 * STEPS // 3), DEATHS)):
+        ranks.wait_for_step(step, process)
+        time.sleep(random_.random() * 0.2)
+        number = random_.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+        # Sometimes two at once; also newcomers, and processes that wait.
+        for pid in random_.sample([pid for pid in ranks.processes() if pid != process.pid], random_.choice([1, 1, 2])):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    ranks.expect(ranks.finish(process), 0)
+    if ranks.losses() != undisturbed[name]:
+        raise Failure("other losses than without deaths")
+    if left := ranks.half_written():
+        raise Failure(f"left behind: {left}")
+    return SAME
 
 
 def lose_a_rank(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
