@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hp_platform_torch.profiling import peak_flops
+from hp_trainer.launch.examination import examine
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,12 @@ def test_the_platform_knows_the_device(platform):
     assert platform.num_accelerators() == 4
     assert platform.peak_memory() == torch.npu.max_memory_allocated()
     assert platform.peak_flops("bfloat16") == peak_flops("Ascend910B2", "bfloat16") > 3e14
+
+
+def test_hp_train_doctor_examines_the_device():
+    found = examine("torch")
+    (facts,) = found.facts
+    assert (facts.device_type, facts.device, facts.accelerators) == ("npu", torch.npu.get_device_name(), 4)
+    assert facts.device_memory == torch.npu.get_device_properties().total_memory
+    assert found.host_bandwidth > 0
+    assert not [each for each in found.checks if each.error is not None]
