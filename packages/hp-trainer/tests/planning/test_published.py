@@ -145,7 +145,7 @@ JOBS = {job.name: job for job in jobs()}
 MISSED_SPEED = {
     # The published gain of the interleaved schedule, 28 %, is more than twice the idle time that it saves.
     "405B on 512": 1.20,
-    # Half of the planned time is for rows sent to other nodes. The benchmark's gate is a fake one; it may choose
+    # Half of the planned time is for rows sent to other nodes. The benchmark's gate is a fake one, which may choose
     # experts on fewer nodes.
     "DeepSeek-V3 on 256": 0.72,
 }

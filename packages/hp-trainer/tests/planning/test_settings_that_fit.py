@@ -14,6 +14,8 @@ from hp_trainer.cli.plan import load_for_planning
 from hp_trainer.launch import platforms
 from hp_trainer.models.recomputation import KINDS
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.planning import find_device, plan_step
+from hp_trainer.planning.advice import possible_changes
 from hp_trainer.training.activation_budget import plan_activations
 
 YAML = """\
@@ -149,3 +151,16 @@ def test_the_counts_of_experts_by_micro_batch_are_told(plan: Plan) -> None:
     smaller = [each for each in result["would_fit"] if "training.micro_batch_size" in each["settings"]]
     assert smaller
     assert all("per micro-batch" in each["other_results"] for each in smaller)
+
+
+def test_split_backwards_are_not_tried_for_long_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run.yaml").write_text(YAML)
+    config = load_for_planning(str(tmp_path / "run.yaml"), [("parallel.pp", "2")]).config
+    plan = plan_step(config, ParallelDims.from_config(config.parallel, 4, None), find_device("H100"))
+
+    def tried() -> set[str]:
+        return {text for each in possible_changes(plan) for path, text in each.settings if path == "pipeline.schedule"}
+
+    assert {"gpipe", "interleaved_1f1b", "zero_bubble_v"} <= tried()
+    monkeypatch.setattr("hp_trainer.planning.advice.MAX_SPLIT_RANKS", 1)
+    assert tried() == {"gpipe", "interleaved_1f1b"}

@@ -193,7 +193,8 @@ def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
 
 def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
     """Return the problems of the layout on `world_size` ranks, with hints for `--world-size`."""
-    found = layout_problems(loaded.config, world_size)
+    # A schedule that works for two rounds of micro-batches works for any number of them.
+    found = layout_problems(loaded.config, world_size, 2 * loaded.config.parallel.pp)
     named = [replace(each, hint=each.hint.replace("launch.local_ranks=", "--world-size=")) for each in found]
     return loaded.locate(named)
 

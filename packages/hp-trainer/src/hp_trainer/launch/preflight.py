@@ -146,8 +146,12 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         yield from find_memory_problems(dims, config, platform)
 
 
-def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
-    """Yield the problems of a configuration's layout on `world_size` ranks."""
+def layout_problems(config: TrainerConfig, world_size: int, max_microbatches: int | None = None) -> Iterator[Problem]:
+    """Yield the problems of a configuration's layout on `world_size` ranks.
+
+    Args:
+        max_microbatches: as in `find_pipeline_problems`.
+    """
     yield from _idle_degrees(config)
     num_experts = getattr(config.model.options, "num_experts", None)
     try:
@@ -158,7 +162,7 @@ def layout_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]
             hint = hint.replace("seq_len=", "training.sequence_length=")
             yield dataclasses.replace(problem, hint=hint).within("parallel")
     else:
-        yield from training_problems(dims, config)
+        yield from training_problems(dims, config, max_microbatches)
 
 
 def _idle_degrees(config: TrainerConfig) -> Iterator[Problem]:

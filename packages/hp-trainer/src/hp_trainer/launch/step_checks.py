@@ -136,7 +136,19 @@ def find_pipeline_problems(
         yield Problem(path="pipeline.schedule", what="unknown schedule", expected=known, got=name)
     elif dims.pp_enabled:
         yield from microbatch_problems(dims, config)
-        yield from schedule_problems(dims, config, max_microbatches)
+        # Checked before the schedule is built, whose size grows with ranks times micro-batches.
+        settings, number = config.pipeline, num_microbatches(config, dims)
+        most = microbatch_limit(settings.schedule, dims.pp, settings.stages_per_rank)
+        if number > most:
+            yield Problem(
+                path="pipeline.microbatches",
+                what=f"{number} micro-batches on {dims.pp} ranks are too many actions for a schedule",
+                expected=f"at most {most} micro-batches",
+                got=str(number),
+                hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
+            )
+        else:
+            yield from schedule_problems(dims, config, max_microbatches)
 
 
 def schedule_problems(
@@ -148,17 +160,6 @@ def schedule_problems(
         max_microbatches: as in `find_pipeline_problems`.
     """
     settings = config.pipeline
-    # Checked before the schedule is built, whose size grows with ranks times micro-batches.
-    most = microbatch_limit(settings.schedule, dims.pp, settings.stages_per_rank)
-    if max_microbatches is None and (number := num_microbatches(config, dims)) > most:
-        yield Problem(
-            path="pipeline.microbatches",
-            what=f"{number} micro-batches on {dims.pp} ranks are too many actions for a schedule",
-            expected=f"at most {most} micro-batches",
-            got=str(number),
-            hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
-        )
-        return
     try:
         schedule = make_schedule(config, dims, max_microbatches)
     except ScheduleError as error:

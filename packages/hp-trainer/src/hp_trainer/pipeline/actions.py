@@ -13,6 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hp_trainer.exceptions import ScheduleError
 
@@ -58,8 +59,7 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One step of a rank's program, such as `2F0`: stage 2, forward, micro-batch 0.
 
     Examples:
@@ -74,6 +74,10 @@ class Action:
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{'' if self.microbatch == NO_MICROBATCH else self.microbatch}"
+
+    def of_kind(self, kind: Kind) -> Action:
+        """Return the action of another kind for this stage and micro-batch."""
+        return Action(self.stage, kind, self.microbatch)
 
     @staticmethod
     def parse(text: str) -> Action:

@@ -5,11 +5,10 @@ An unsplit backward is cheaper than its two parts, since the second one starts a
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
-from hp_trainer.pipeline.actions import PRODUCES_INPUT_GRAD, Action, Kind, Schedule, dependencies
-from hp_trainer.pipeline.simulation import ActionSeconds, simulate
+from hp_trainer.pipeline.actions import PRODUCES_INPUT_GRAD, Action, Kind, Schedule
+from hp_trainer.pipeline.simulation import ActionSeconds, flow_of, simulate
 
 # The order of a schedule is the same for all models, so a merge must be harmless for many ratios of times: a product
 # takes as long for its weight as for its input, attention has no weights, cheap operations take time for inputs only.
@@ -35,18 +34,19 @@ def merge_backwards(schedule: Schedule) -> Schedule:
     graph = _Graph(schedule)
     steps = [_Step(graph, seconds) for seconds in _TIMES]
     merged: set[Action] = set()
-    for action in graph.order:
+    for index in graph.order:
+        action = graph.actions[index]
         kind: Kind | None = action.kind
-        if kind is Kind.INPUT_GRAD and all(step.can_merge(action) for step in steps):
-            merged |= {action, replace(action, kind=Kind.WEIGHT_GRAD)}
+        if kind is Kind.INPUT_GRAD and all(step.can_merge(index) for step in steps):
+            merged |= {action, action.of_kind(Kind.WEIGHT_GRAD)}
             kind = Kind.BACKWARD
         elif action in merged:
             kind = None
         for step in steps:
-            step.run(action, kind)
+            step.run(index, kind)
     actions = (
         tuple(
-            replace(action, kind=Kind.BACKWARD) if action in merged else action
+            action.of_kind(Kind.BACKWARD) if action in merged else action
             for action in each
             if action.kind is not Kind.WEIGHT_GRAD or action not in merged
         )
@@ -56,34 +56,30 @@ def merge_backwards(schedule: Schedule) -> Schedule:
 
 
 class _Graph:
-    """The actions of a schedule in the order of their starts, and what each one waits for.
+    """The flow of a schedule with its actions in the order of their starts.
 
     Attributes:
-        order: every action after all that it waits for, also when merged backwards take longer.
-        needs: for each action, those that must end before it starts: its dependencies, which may be on another rank
-            (True), and the previous action of its rank.
+        order: indices of the flow's actions, every one after all that it waits for, also when merged backwards take
+            longer.
         waiting: for each `I`, the actions that a merged backward could delay: of the previous stage, and the next one
             of the rank except its own `W`, which becomes a part of it.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         owners, spans = schedule.rank_of_stage, simulate(schedule).spans
-        self.order = sorted(spans, key=lambda action: spans[action][0])
-        self.needs: dict[Action, list[tuple[Action, bool]]] = {}
-        for action in self.order:
-            forms = itertools.chain(*dependencies(action, schedule.num_stages))
-            self.needs[action] = [(x, owners[x.stage] != owners[action.stage]) for x in forms if x in spans]
-        self.waiting: dict[Action, list[tuple[Action, bool]]] = {}
+        flow = flow_of(schedule)
+        self.actions, self.needs = flow.order, flow.needs
+        self.order = sorted(range(len(flow.order)), key=lambda index: spans[flow.order[index]][0])
+        index = {action: place for place, action in enumerate(flow.order)}
+        self.waiting: dict[int, list[tuple[int, int]]] = {}
         for actions in schedule.actions:
-            for before, action in itertools.pairwise(actions):
-                self.needs[action].append((before, False))
-            for index, action in enumerate(actions):
+            for place, action in enumerate(actions):
                 if action.kind is Kind.INPUT_GRAD:
-                    own = replace(action, kind=Kind.WEIGHT_GRAD)
-                    after = [(each, False) for each in actions[index + 1 : index + 3] if each != own][:1]
-                    earlier = [Action(action.stage - 1, kind, action.microbatch) for kind in PRODUCES_INPUT_GRAD]
-                    after += [(x, owners[x.stage] != owners[action.stage]) for x in earlier if x in spans]
-                    self.waiting[action] = after
+                    own = action.of_kind(Kind.WEIGHT_GRAD)
+                    after = [(index[each], 0) for each in actions[place + 1 : place + 3] if each != own][:1]
+                    earlier = (Action(action.stage - 1, kind, action.microbatch) for kind in PRODUCES_INPUT_GRAD)
+                    after += [(index[x], int(owners[x.stage] != owners[action.stage])) for x in earlier if x in index]
+                    self.waiting[index[action]] = after
 
 
 class _Step:
@@ -94,28 +90,31 @@ class _Step:
         kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
         self._times: dict[Kind | None, float] = {None: 0.0, **{kind: seconds.of(kind) for kind in kinds}}
         # The end of each action: first without merges, then as chosen.
-        self._ends: dict[Action, float] = {}
-        for action in graph.order:
-            self.run(action, action.kind)
+        self._ends = [0.0] * len(graph.order)
+        for index in graph.order:
+            self.run(index, graph.actions[index].kind)
         # The latest end of each action that does not delay the end of the step, and from it the latest start.
-        latest = dict.fromkeys(graph.order, max(self._ends.values(), default=0.0))
-        for action in reversed(graph.order):
-            latest[action] -= self._times[action.kind]
-            for before, is_remote in graph.needs[action]:
-                latest[before] = min(latest[before], latest[action] - is_remote * self._transfer)
-        self._latest = latest
+        self._latest = latest = [max(self._ends, default=0.0)] * len(graph.order)
+        for index in reversed(graph.order):
+            latest[index] -= self._times[graph.actions[index].kind]
+            for before, is_remote in graph.needs[index]:
+                latest[before] = min(latest[before], latest[index] - is_remote * self._transfer)
 
-    def run(self, action: Action, kind: Kind | None) -> None:
+    def run(self, index: int, kind: Kind | None) -> None:
         """Run an action as this kind: None if it is a part of another one."""
-        self._ends[action] = self._start(action) + self._times[kind]
+        self._ends[index] = self._start(index) + self._times[kind]
 
-    def can_merge(self, input_grad: Action) -> bool:
+    def can_merge(self, input_grad: int) -> bool:
         """Return whether an unsplit backward delays no action that waits for it."""
         # Sums of times that are no binary fractions are rounded.
         end = self._start(input_grad) + self._times[Kind.BACKWARD] - 1e-6
         waiting = self._graph.waiting[input_grad]
         return all(end + is_remote * self._transfer <= self._latest[each] for each, is_remote in waiting)
 
-    def _start(self, action: Action) -> float:
-        needs = self._graph.needs[action]
-        return max((self._ends[each] + is_remote * self._transfer for each, is_remote in needs), default=0.0)
+    def _start(self, index: int) -> float:
+        start, ends, transfer = 0.0, self._ends, self._transfer
+        for each, is_remote in self._graph.needs[index]:
+            end = ends[each] + is_remote * transfer
+            if end > start:
+                start = end
+        return start

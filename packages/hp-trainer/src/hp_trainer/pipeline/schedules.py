@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 
 from hp_dtensor.platform.registry import Registry, fill_registry
 from hp_trainer.exceptions import ScheduleError
@@ -211,7 +210,7 @@ def _in_rounds(num_ranks: int, stages_per_rank: int, num_microbatches: int, *, s
         hops = num_ranks - 1 - rank
         warm_up = (stages_per_rank - 1) * sizes[0] + hops * (1 if splits_backward or stages_per_rank == 1 else 2)
         # Rank r runs W r backwards after I: the later ranks finish earlier and fill their idle end with it.
-        deferred = [replace(each, kind=Kind.WEIGHT_GRAD) for each in backwards] if splits_backward else []
+        deferred = [each.of_kind(Kind.WEIGHT_GRAD) for each in backwards] if splits_backward else []
         taken = forwards[:warm_up]
         for index, backward in enumerate(backwards):
             taken += [*forwards[warm_up + index : warm_up + index + 1], backward]

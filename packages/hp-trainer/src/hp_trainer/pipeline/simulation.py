@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline.actions import Action, Kind, Schedule, dependencies
@@ -70,12 +70,12 @@ class Timeline:
     schedule: Schedule
     spans: Mapping[Action, tuple[float, float]]
 
-    @cached_property
+    @functools.cached_property
     def end(self) -> float:
         """The time at which the last rank finishes."""
         return max((end for _, end in self.spans.values()), default=0.0)
 
-    @cached_property
+    @functools.cached_property
     def busy(self) -> tuple[float, ...]:
         """The time that each rank computes."""
         return tuple(sum(self.spans[a][1] - self.spans[a][0] for a in each) for each in self.schedule.actions)
@@ -90,7 +90,7 @@ class Timeline:
         """The largest ratio of a rank's idle time to its busy time."""
         return max((idle / busy for idle, busy in zip(self.idle, self.busy, strict=True) if busy), default=0.0)
 
-    @cached_property
+    @functools.cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """The largest number of (stage, micro-batch) pairs whose activations each rank holds at once.
 
@@ -127,24 +127,66 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
         >>> timeline.bubble  # (ranks - 1) / microbatches
         0.375
     """
-    seconds = seconds or ActionSeconds()
-    spans: dict[Action, tuple[float, float]] = {}
-    free = [0.0] * schedule.num_ranks
+    seconds, flow = seconds or ActionSeconds(), flow_of(schedule)
+    times = {kind: seconds.of(kind) for kind in _SPLIT | _UNSPLIT}
+    spans, ends = {}, [0.0] * len(flow.order)
+    for index, action in enumerate(flow.order):
+        start = 0.0
+        for needed, is_remote in flow.needs[index]:
+            ready = ends[needed] + is_remote * seconds.transfer
+            if ready > start:
+                start = ready
+        ends[index] = start + times[action.kind]
+        spans[action] = start, ends[index]
+    if not all(map(math.isfinite, ends)):
+        raise ScheduleError(f"{seconds}: expected times whose sum over a step is a finite number")
+    return Timeline(schedule, spans)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """The actions of a schedule in an order in which they can run, and what each one waits for.
+
+    Actions are stated by their index in that order, because a schedule of many ranks has a hundred thousand of them.
+
+    Attributes:
+        order: every action after all that it waits for.
+        needs: for each action, those that must end before it starts: its dependencies, which may be on another rank
+            (1), and the previous action of its rank (0).
+    """
+
+    order: list[Action]
+    needs: list[list[tuple[int, int]]]
+
+
+# Cached: the flow does not depend on times, and the same schedule is simulated with many.
+@functools.lru_cache(maxsize=32)
+def flow_of(schedule: Schedule) -> Flow:
+    """Return the flow of a schedule.
+
+    Raises:
+        ScheduleError: it deadlocks; the message names the next action of each blocked rank.
+    """
+    order: list[Action] = []
+    needs: list[list[tuple[int, int]]] = []
+    index: dict[Action, int] = {}
+    last: list[int | None] = [None] * schedule.num_ranks
     positions = [0] * schedule.num_ranks
     progress = True
-    # Each pass advances every rank as far as possible. A pass without progress is the end, or a deadlock. The order of
-    # ranks does not change the times, which depend on dependencies alone.
+    # Each pass advances every rank as far as possible. A pass without progress is the end, or a deadlock.
     while progress:
         progress = False
         for rank, actions in enumerate(schedule.actions):
             while positions[rank] < len(actions):
                 action = actions[positions[rank]]
-                ready = _ready(action, schedule, spans, seconds.transfer)
-                if ready is None:
+                needed = _needed(action, schedule, index)
+                if needed is None:
                     break
-                start = max(ready, free[rank])
-                free[rank] = start + seconds.of(action.kind)
-                spans[action] = start, free[rank]
+                if (previous := last[rank]) is not None:
+                    needed.append((previous, 0))
+                last[rank] = index[action] = len(order)
+                order.append(action)
+                needs.append(needed)
                 positions[rank] += 1
                 progress = True
     stuck = [
@@ -154,24 +196,19 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
     ]
     if stuck:
         raise ScheduleError(f"the schedule deadlocks: {'; '.join(stuck)}")
-    if not all(map(math.isfinite, free)):
-        raise ScheduleError(f"{seconds}: expected times whose sum over a step is a finite number")
-    return Timeline(schedule, spans)
+    return Flow(order, needs)
 
 
-def _ready(
-    action: Action, schedule: Schedule, spans: Mapping[Action, tuple[float, float]], transfer: float
-) -> float | None:
-    """Return when all dependencies of `action` are available on its rank, or None if one is not simulated yet."""
-    rank, time = schedule.rank_of_stage[action.stage], 0.0
+def _needed(action: Action, schedule: Schedule, index: Mapping[Action, int]) -> list[tuple[int, int]] | None:
+    """Return the dependencies of `action`, and whether each is on another rank; None if one has not run yet."""
+    owners, found = schedule.rank_of_stage, []
     for forms in dependencies(action, schedule.num_stages):
         # Of the two forms of a backward, the schedule contains one.
-        source = next((each for each in forms if each in spans), None)
+        source = next((each for each in forms if each in index), None)
         if source is None:
             return None
-        is_remote = schedule.rank_of_stage[source.stage] != rank
-        time = max(time, spans[source][1] + (transfer if is_remote else 0.0))
-    return time
+        found.append((index[source], int(owners[source.stage] != owners[action.stage])))
+    return found
 
 
 _UNSPLIT = frozenset({Kind.FORWARD, Kind.BACKWARD})

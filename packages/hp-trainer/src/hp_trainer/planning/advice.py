@@ -14,6 +14,7 @@ from hp_trainer.exceptions import ConfigError, PlanError
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.axes import divisors
 from hp_trainer.pipeline import schedule_names
+from hp_trainer.planning.pipeline import splits_backward
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
 from hp_trainer.planning.search import layout_reasons
 from hp_trainer.planning.shapes import StepShape, budget_error
@@ -22,6 +23,8 @@ from hp_trainer.sizes import format_size
 
 SHOWN = 8
 _BUDGET_TRIES = 4
+# Largest pipeline for which schedules with split backwards are tried.
+MAX_SPLIT_RANKS = 32
 
 Settings = tuple[tuple[str, str], ...]
 # Loads the configuration with more settings on its command line; raises `ConfigError` if they are invalid.
@@ -221,7 +224,10 @@ def possible_changes(plan: StepPlan) -> Iterator[Change]:
     if shape.dims.pp_enabled:
         settings = shape.config.pipeline
         more = [] if settings.stages_per_rank is None else [("pipeline.stages_per_rank", "null")]
-        others = (name for name in schedule_names() if name != settings.schedule)
+        others = [name for name in schedule_names() if name != settings.schedule]
+        if shape.dims.pp > MAX_SPLIT_RANKS:
+            # Each takes seconds to build, and holds at least as many activations as 1F1B.
+            others = [name for name in others if not splits_backward(name)]
         yield from (_change("pipeline.schedule", name, *more) for name in others)
     yield from _changing_results(shape)
 

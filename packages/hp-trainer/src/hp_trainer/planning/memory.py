@@ -475,6 +475,18 @@ def layer_costs(shape: StepShape) -> list[LayerCost]:
     return shape.shared(("layer costs", shape.micro_batch_shape, recompute_key(shape)), compute)
 
 
+def stage_cost(shape: StepShape, stage: StageBuffers) -> LayerCost:
+    """Return the sums of the costs of the blocks on one rank of the pipeline, for one micro-batch."""
+
+    def compute() -> LayerCost:
+        every = layer_costs(shape)
+        costs = [every[layer] for layer in stage.layers]
+        return LayerCost(**{each.name: sum(getattr(cost, each.name) for cost in costs) for each in fields(LayerCost)})
+
+    key = "stage cost", shape.micro_batch_shape, recompute_key(shape), stage.layers
+    return shape.shared(key, compute)
+
+
 def optimizer_bytes(shape: StepShape, stage: StageBuffers) -> tuple[float, float]:
     """Return the bytes of the optimizer's state and of the moving average, on the rank that has most."""
     full = full_shapes(shape)

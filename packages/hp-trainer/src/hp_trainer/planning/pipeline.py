@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeGuard
 
+from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule, simulate
 
 # A schedule with more actions is extrapolated from its first rounds, after which it repeats itself.
@@ -87,6 +88,20 @@ def pipeline_facts(
     )
 
 
+def splits_backward(name: str) -> bool:
+    """Return whether a schedule computes gradients of weights apart from those of inputs.
+
+    Examples:
+        >>> splits_backward("1f1b"), splits_backward("zero_bubble_v")
+        (False, True)
+    """
+    # One that does not exist for these numbers is left to the checks of the layout.
+    try:
+        return pipeline_facts(name, 4, 8, None).splits_backward
+    except ScheduleError:
+        return False
+
+
 @functools.lru_cache(maxsize=512)
 def bubble(
     name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None, seconds: ActionSeconds
@@ -152,7 +167,7 @@ def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[floa
     has_gradients = False
     for action in actions:
         # Actions of one (stage, micro-batch) pair compare equal by their forward.
-        each = replace(action, kind=Kind.FORWARD)
+        each = action.of_kind(Kind.FORWARD)
         splits = not recomputes and action.stage > 0
         if action.kind is Kind.FORWARD:
             live.append(each)

@@ -14,7 +14,7 @@ from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.pipeline import ActionSeconds
 from hp_trainer.planning.devices import Device
-from hp_trainer.planning.memory import layer_costs
+from hp_trainer.planning.memory import layer_costs, stage_cost
 from hp_trainer.planning.pipeline import bubble
 from hp_trainer.planning.shapes import StageBuffers, StepShape, activations_of
 from hp_trainer.planning.traffic import message_bytes, stage_traffic
@@ -63,25 +63,24 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     Args:
         state_bytes: bytes of the optimizer's state on a rank, which the update reads and writes.
     """
-    count, every, rates = shape.num_microbatches, layer_costs(shape), _Rates.of(shape, device)
-    costs = [every[layer] for layer in stage.layers]
-    attention = count * sum(cost.attention_flops for cost in costs)
+    count, cost, rates = shape.num_microbatches, stage_cost(shape, stage), _Rates.of(shape, device)
+    attention = count * cost.attention_flops
     flops = count * shape.model.flops(shape.micro_batch_shape, stage.layers, head=stage.head)
-    operands = count * sum(cost.operands for cost in costs)
+    operands = count * cost.operands
     # Backward has two products for each one of forward. Fused attention computes its scores once more there.
     products = (
         (flops - 3 * attention) / rates.products + 3 * operands / rates.memory + 3.5 * attention / rates.attention
     )
-    saved = count * sum(cost.saved_by_autograd for cost in costs)
+    saved = count * cost.saved_by_autograd
     head = activations_of(shape).head if stage.head else None
     loss = 0.0 if head is None else 2 * count * (head.saved() + head.working)
-    fixed = count * (device.forward_seconds + 3 * device.operation_seconds * sum(cost.operations for cost in costs))
+    fixed = count * (device.forward_seconds + 3 * device.operation_seconds * cost.operations)
     memory = (rates.traffic * saved + loss) / rates.memory + fixed
-    again = count * sum(cost.recomputed_attention_flops for cost in costs)
-    repeated = count * sum(cost.recomputed_flops for cost in costs) - again
+    again = count * cost.recomputed_attention_flops
+    repeated = count * cost.recomputed_flops - again
     recomputation = repeated / rates.products + again / rates.attention
     # Recomputation reads and writes what a forward does, a third of the whole.
-    recomputation += rates.traffic / 3 * count * sum(cost.recomputed_bytes for cost in costs) / rates.memory
+    recomputation += rates.traffic / 3 * count * cost.recomputed_bytes / rates.memory
     exchanges, overlapping, waited = _exchanges(shape, stage, device)
     busy = products + recomputation + memory
     forward = (products + memory) / 3
@@ -99,9 +98,9 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     if shape.config.training.offload_optimizer:
         # Copies run in both directions at once, and overlap with the update.
         update = max(update, state_bytes / device.host_bandwidth)
-    last = shape.last_layers(stage.rank)
-    offloaded = (c.saved - c.on_device for layer, c in zip(stage.layers, costs, strict=True) if layer not in last)
-    copied = count * sum(offloaded) / device.host_bandwidth
+    every, last = layer_costs(shape), shape.last_layers(stage.rank)
+    at_ends = sum(every[layer].saved - every[layer].on_device for layer in last if layer in stage.blocks)
+    copied = count * (cost.saved - cost.on_device - at_ends) / device.host_bandwidth
     hidden = device.hidden.get("weights", 0.0) * min(overlapping, busy)
     return StepTime(
         products=products,
@@ -188,9 +187,9 @@ def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_
     is_inside = stride * size <= device.ranks_per_node
     links = Links(device.outer_latency, device.inner_bandwidth if is_inside else device.outer_bandwidth)
     hop = links.seconds("send", ["pp"], message_bytes(shape))
-    # Rounded, so that layouts with nearly the same times share a simulation.
-    input_grad = round((busy - weight_grad) / forward - 1, 1) if forward else 1.0
-    seconds = ActionSeconds(input_grad=input_grad, weight_grad=round(weight_grad / forward, 1) if forward else 1.0)
+    # Rounded to quarters, so that layouts with nearly the same times share a simulation.
+    input_grad, weight = (busy - weight_grad) / (forward or 1.0) - 1, weight_grad / (forward or 1.0)
+    seconds = ActionSeconds(input_grad=round(4 * input_grad) / 4, weight_grad=round(4 * weight) / 4)
     settings = shape.config.pipeline
     share = bubble(settings.schedule, shape.dims.pp, shape.num_microbatches, settings.stages_per_rank, seconds)
     # The second term is a message through all ranks and back.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hp_trainer.models.estimates import Traffic
 from hp_trainer.pipeline.transfers import HEADER_BYTES
-from hp_trainer.planning.shapes import StageBuffers, StepShape, recompute_of
+from hp_trainer.planning.shapes import StageBuffers, StepShape, recompute_key, recompute_of
 
 
 def stage_traffic(shape: StepShape, stage: StageBuffers) -> list[Traffic]:
@@ -15,8 +15,11 @@ def stage_traffic(shape: StepShape, stage: StageBuffers) -> list[Traffic]:
 
     The norm of the gradient, the mean loss and control messages are left out: a few elements each.
     """
-    each_microbatch = shape.model.traffic(
-        shape.micro_batch_shape, stage.part, recompute_of(shape), shape.attention_cost
+    sizes, dims = shape.micro_batch_shape, shape.dims
+    # Many layouts differ only in degrees of data parallelism.
+    key = "traffic", sizes, stage.part, recompute_key(shape), dims.dp_size if dims.cp_enabled else None
+    each_microbatch = shape.shared(
+        key, lambda: list(shape.model.traffic(sizes, stage.part, recompute_of(shape), shape.attention_cost))
     )
     microbatches = (each.times(shape.num_microbatches) for each in each_microbatch)
     found = [*_weights_and_gradients(shape, stage), *microbatches, *_between_stages(shape, stage)]
