@@ -38,8 +38,8 @@ nox.options.sessions = [
 ]
 # Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
 # `bench` measures, `floor_tests` takes minutes, `proof` and `compatibility` hours, `chaos` the minutes it is given,
-# `accelerator` needs one, `engines` starts Ray and Slurm for minutes, `release` prepares releases, `lock` creates every
-# environment again from the newest releases.
+# `accelerator` needs one, `npu` repeats tests on a stand-in for Ascend, `engines` starts Ray and Slurm for minutes,
+# `release` prepares releases, `lock` creates every environment again from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 # One more than cores, as some tests only wait for processes. Each worker imports a framework.
@@ -56,6 +56,12 @@ OBJECT_STORE = "fsspec>=2024.2"
 ORACLES = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
 # The tests across packages, without those that have a session and an environment of their own.
 ACROSS = ["tests", "--ignore=tests/house", "--ignore=tests/engines"]
+# Those that use the device: others repeat what the conformance suites test, or measure the CPU.
+ON_NPU = (
+    "tests/npu_stand_in",
+    *(f"tests/fsdp/test_{name}.py" for name in ("fully_shard", "hsdp", "communication", "streamed_optimizer")),
+    *(f"tests/moe/test_{name}.py" for name in ("experts", "expert_parallel", "moe", "router")),
+)
 MAIN_CONFIG = "examples/moe_small.yaml"
 
 # Bytecode is cached under .nox, even where PYTHONDONTWRITEBYTECODE is set: half the time of importing a framework is
@@ -301,6 +307,22 @@ def accelerators(session: nox.Session, platform: str) -> tuple[str, int]:
     )
     kind, count = run(session, full(platform), "-c", asked, silent=True, HP_PLATFORM=platform).split()[-2:]
     return kind, int(count)
+
+
+@session
+def npu(session: nox.Session) -> None:
+    """Conformance, tests of `fully_shard` and experts, and a training on the stand-in for Ascend; needs g++."""
+    if shutil.which("g++") is None:
+        session.skip("the stand-in is compiled with g++, which is not installed; on Debian: apt install g++")
+    variables = {"PYTHONPATH": str(ROOT / "tests/npu_stand_in/src"), "HP_DEVICE": "npu", "HP_PLATFORM": "torch"}
+    python = full("torch")
+    conformance = (f"{each}.testing.conformance" for each in ("hp_dtensor", "hp_fsdp", "hp_moe"))
+    selected = () if session.posargs else ("--pyargs", *conformance, *ON_NPU)
+    pytest(session, python, *selected, **variables)
+    if not session.posargs:
+        steps = ("--training.steps=3", "--training.dtype=bfloat16", "--generate.max_new_tokens=4")
+        folder = f"--run.folder={session.create_tmp()}/run"
+        run(session, python, str(python.with_name("hp-train")), MAIN_CONFIG, *steps, folder, **variables)
 
 
 @session

@@ -18,6 +18,7 @@ NOT_BY_DEFAULT = {
     "lock",
     "loss_parity",
     "main",
+    "npu",
     "release",
     *BOTH,
     *STATIC,

@@ -85,6 +85,13 @@ def test_streams_and_events():
     assert torch.empty(3, pin_memory=True).is_pinned()
 
 
+def test_a_profile_is_torch_npus(platform, tmp_path):
+    with platform.profile(tmp_path, 3):
+        torch.ones(4, device="npu").sum()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank3-memory.pickle", "rank3-trace.json"]
+    assert "aten::sum" in (tmp_path / "rank3-trace.json").read_text()
+
+
 def test_the_platform_knows_the_device(platform):
     assert platform.device_types == ("npu", "cpu")
     assert platform.device == torch.device("npu", 0)

@@ -182,7 +182,7 @@ class TorchProcesses(Platform):
     def profile(self, folder: Path, rank: int) -> AbstractContextManager[None]:
         from hp_platform_torch.profiling import profiled
 
-        return profiled(folder, rank)
+        return profiled(folder, rank, self.device_types[0])
 
     def _local_rank(self) -> int:
         """Return the device index of a program that initialized torch.distributed itself."""

@@ -6,6 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,30 +16,52 @@ _MOST_EVENTS = 200_000  # allocations in a memory snapshot
 
 
 @contextlib.contextmanager
-def profiled(folder: Path, rank: int) -> Iterator[None]:
-    """Profile the block; see `Platform.profile`.
+def profiled(folder: Path, rank: int, device_type: str) -> Iterator[None]:
+    """Profile the block on the host and on a device type; see `Platform.profile`.
 
     Besides the trace it writes `rank0-operations.txt` and `rank0-memory.txt`, tables of operations by their own time
-    and by allocated memory, and on CUDA `rank0-memory.pickle`, a snapshot for https://pytorch.org/memory_viz, which is
-    never read here.
+    and by allocated memory, and on accelerators `rank0-memory.pickle`, a snapshot for
+    https://pytorch.org/memory_viz, which is never read here. torch_npu's profiler, for Ascend, has no tables.
     """
-    has_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_cuda else [])]
-    if has_cuda:
-        torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS)
-    try:
+    with _recorded_memory(folder / f"rank{rank}-memory.pickle", device_type):
+        if device_type == "npu":
+            with _ascend_profile() as profiler:
+                yield
+            # torch_npu refuses other endings.
+            profiler.export_chrome_trace(str(folder / f"rank{rank}-trace.json"))
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device_type == "cuda" else [])]
         with profile(activities=activities, record_shapes=True, profile_memory=True) as profiler:
             yield
         profiler.export_chrome_trace(str(folder / f"rank{rank}-trace.json.gz"))
         operations = profiler.key_averages()
-        device = "cuda" if has_cuda else "cpu"
-        for name, column in (("operations", f"self_{device}_time_total"), ("memory", f"self_{device}_memory_usage")):
+        for name, column in (
+            ("operations", f"self_{device_type}_time_total"),
+            ("memory", f"self_{device_type}_memory_usage"),
+        ):
             (folder / f"rank{rank}-{name}.txt").write_text(operations.table(sort_by=column, row_limit=_ROWS))
-        if has_cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}-memory.pickle"))
+
+
+def _ascend_profile() -> Any:
+    from torch_npu import profiler
+
+    activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
+    return profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
+
+
+@contextlib.contextmanager
+def _recorded_memory(path: Path, device_type: str) -> Iterator[None]:
+    """Write a snapshot of the accelerator's allocations in the block; do nothing on the CPU."""
+    if device_type == "cpu":
+        yield
+        return
+    memory = getattr(torch, device_type).memory
+    memory._record_memory_history(max_entries=_MOST_EVENTS)
+    try:
+        yield
+        memory._dump_snapshot(str(path))
     finally:
-        if has_cuda:
-            torch.cuda.memory._record_memory_history(enabled=None)
+        memory._record_memory_history(enabled=None)
 
 
 # In TFLOP/s: dense products of 16-bit operands with 32-bit sums, from the makers' data sheets. Keys are parts of the

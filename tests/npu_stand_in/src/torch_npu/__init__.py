@@ -12,7 +12,7 @@ import types
 import torch
 import torch.distributed as dist
 
-from torch_npu import _build, npu
+from torch_npu import _build, npu, profiler
 from torch_npu._fused import (
     npu_fusion_attention,
     npu_grouped_matmul,
@@ -20,7 +20,7 @@ from torch_npu._fused import (
     npu_rotary_mul,
 )
 
-__all__ = ["npu", "npu_fusion_attention", "npu_grouped_matmul", "npu_rms_norm", "npu_rotary_mul"]
+__all__ = ["npu", "npu_fusion_attention", "npu_grouped_matmul", "npu_rms_norm", "npu_rotary_mul", "profiler"]
 
 
 def _autoload() -> None:

@@ -439,6 +439,18 @@ void check_devices(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue>
   });
 }
 
+// Views of freed memory are made before it is filled again. Every other operation would read or write it.
+void check_memory(const c10::FunctionSchema& schema, const std::vector<HostCall::Operand>& operands) {
+  for (const auto& result : schema.returns()) {
+    if (result.alias_info() != nullptr && !result.alias_info()->isWrite()) {
+      return;
+    }
+  }
+  for (const auto& [x, host] : operands) {
+    TORCH_CHECK(x.numel() == 0 || x.storage().nbytes() > 0, schema.name(), ": the memory of an operand has been freed");
+  }
+}
+
 void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
   const auto& schema = operation.schema();
   const size_t num_arguments = schema.arguments().size(), first = stack->size() - num_arguments;
@@ -457,6 +469,7 @@ void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack)
       value = map_tensors(value, [&](const at::Tensor& x) { return call.to_host(x); });
     }
   }
+  check_memory(schema, call.operands);
   if (!call.operands.empty()) {
     call.target = call.operands.front().device.device();
   }
