@@ -296,7 +296,7 @@ class AutogradInterface(ABC):
         return x.dtype
 
     def version(self, x: Tensor) -> int:
-        """Return autograd's version counter of a plain tensor: the number of in-place writes to its storage.
+        """Return autograd's version counter of a plain tensor or a shard: the number of in-place writes to its storage.
 
         A value derived from `x` and saved is valid only while the counter is unchanged.
         """
