@@ -34,6 +34,7 @@ nox.options.sessions = [
     "cross_torch",
     "cross_mindspore",
     "subsets",
+    "outside",
     "floors",
 ]
 # Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
@@ -339,6 +340,16 @@ def check_subset(
     """Install packages as a user would, check the environment, and return the output."""
     python = workspace.released(name, wanted, siblings)
     return run(session, python, "-I", "tools/check_subset.py", *workspace.closure(wanted), silent=True)
+
+
+@session
+def outside(session: nox.Session) -> None:
+    """A third party's platform, for PaddlePaddle, on wheels alone, compared with torch; `-- --full` runs all of it."""
+    python = workspace.outside("hp-platform-paddle", ("hp-trainer", "hp-platform-torch"), TEST_TOOLS)
+    # Its own configuration and root, so that nothing of this repository is on the path.
+    folder = "examples/hp-platform-paddle"
+    options = ("-c", f"{folder}/pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider")
+    run(session, python, "-I", "-m", "pytest", *options, f"{folder}/tests", *session.posargs)
 
 
 def floor_wheels(session: nox.Session) -> dict[str, dict[str, Path]]:

@@ -190,6 +190,20 @@ def released(
     return environment.prepare(NOX_FOLDER / "released" / name, fresh=True)
 
 
+def outside(example: str, wanted: tuple[str, ...], requirements: tuple[str, ...]) -> Path:
+    """Return the interpreter of a fresh environment with an example's wheel and the packages `wanted`, as by a user.
+
+    Args:
+        example: the name of a distribution, and of its folder in `examples/`.
+        wanted: names of packages to install.
+        requirements: further requirements, such as those of tests.
+    """
+    folder = NOX_FOLDER / "wheels" / "examples" / example
+    shutil.rmtree(folder, ignore_errors=True)
+    wheel = _build(ROOT / "examples" / example, "standard", folder)
+    return released(f"outside-{example}", wanted, {example: wheel}, (example, *requirements))
+
+
 def floor_wheels(name: str) -> dict[str, Path]:
     """Return the wheel of each sibling of package `name` at the oldest allowed version."""
     floors = {}

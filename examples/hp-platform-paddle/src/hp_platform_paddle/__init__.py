@@ -1,0 +1,1 @@
+"""The platform of hp-dtensor for paddle."""
