@@ -175,3 +175,31 @@ def test_import_of_hp_dtensor_brings_itself_and_little_of_the_standard_library()
     assert "hp_dtensor" in brought
     assert {module.split(".")[0] for module in brought} <= {"hp_dtensor", *sys.stdlib_module_names}
     assert len(brought) < 60
+
+
+def test_proofs_import_names_that_the_helpers_of_tests_have():
+    """Proofs run in no usual session, so that a renamed helper would not be noticed."""
+    helpers = {path.stem: path for path in ROOT.glob("tests/**/*.py") if not path.stem.startswith(("test_", "proof_"))}
+    missing = []
+    for proof in ROOT.glob("tests/**/proof_*.py"):
+        for node in ast.walk(ast.parse(proof.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in helpers:
+                defined = _top_level_names(ast.parse(helpers[node.module].read_text()))
+                missing += [
+                    f"{proof.name}: {node.module}.{each.name}" for each in node.names if each.name not in defined
+                ]
+    assert not missing
+
+
+def _top_level_names(tree):
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name) for alias in node.names}
+        else:
+            found |= {
+                each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
+    return found
