@@ -78,7 +78,7 @@ def test_a_difference_has_exit_code_1_and_a_picture(config: str, trained: Any, c
     out = capsys.readouterr().out
     assert "different from step 1, update of embed.weight on" in out
     assert "B is 0.2 times A" in out
-    assert "within  no operation of a module's forward" in out
+    assert "within  not narrowed: computed after forward and backward" in out
     assert "<svg" in picture.read_text()
 
 
@@ -106,11 +106,12 @@ def test_the_decoder_is_within_rounding_of_transformers(
     assert "B: torch, transformers, 1 rank, float32" in out
     # Nearly everything has a counterpart; stacked experts have not.
     assert int(out.partition("within rounding: ")[2].split()[0]) > 300
+    if model_type != "llama":
+        return
     # Another norm's epsilon is found at the first norm.
     wrong = "--a.model.rms_norm_eps=1e-2"
     assert main(["diff", str(config), f"hf:{tmp_path / 'model'}", "--steps=1", wrong]) == 1
     out = capsys.readouterr().out
-    print(out)
     assert "forward of layers.0.attention_norm" in out
     assert "within  layers.0.attention_norm: " in out
 

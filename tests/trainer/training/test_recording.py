@@ -67,7 +67,7 @@ def test_micro_batches_and_recomputation_differ_by_rounding_only(lab: Lab, refer
         assert not found.notes
 
 
-def test_losses_of_experts_are_compared(lab: Lab, references: Any) -> None:
+def test_losses_of_experts_are_compared(lab: Lab, references: Any, torch_suffices: None) -> None:
     losses = {"model__router_z_loss": 1e-3, "model__sequence_aux_loss": 1e-3}
     fault = Fault(nothing, "loss", (), (), EP, 2, losses)
     expected = references(**losses)

@@ -224,8 +224,10 @@ class Runs:
         first = found.first
         assert first is not None
         modules = modules_around(first.pass_, first.name, first.after)
-        if not modules or not first.step:
-            return replace(found, operation=("no operation of a module's forward: it is not computed by one",))
+        if not first.step:
+            return found
+        if not modules:
+            return replace(found, operation=("not narrowed: computed after forward and backward, by no module",))
         if first.pass_ == "gradient" and "experts" in modules[0].split("."):
             return replace(found, operation=("not narrowed: rows of experts have an order of their own on each rank",))
         if any(side.source.suffix == ".gz" for side in self._sides):
