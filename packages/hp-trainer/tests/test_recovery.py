@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from hp_trainer._coordination import Alone
+from hp_trainer.checkpoint import LocalStorage
 from hp_trainer.config import parse_config
-from hp_trainer.launch import preflight
+from hp_trainer.launch import job, preflight
 from hp_trainer.registries import Registries
+from hp_trainer.training.checkpoints import Choice
 from hp_trainer.training.recovery import Sources, choose_sources
 
 Fact = dict[str, object]
@@ -17,7 +22,8 @@ Fact = dict[str, object]
 def fact(own: Sequence[int] = (), held: dict[int, list[int]] | None = None, replicas: Sequence[int] = ()) -> Fact:
     # The keys of JSON are text.
     by_rank = {str(rank): numbers for rank, numbers in (held or {}).items()}
-    return {"own": list(own), "held": by_rank, "replicas": list(replicas), "step": max(own, default=0)}
+    steps = [10 * number for number in own]
+    return {"own": list(own), "own_steps": steps, "held": by_rank, "replicas": list(replicas)}
 
 
 @pytest.mark.parametrize(
@@ -28,21 +34,21 @@ def fact(own: Sequence[int] = (), held: dict[int, list[int]] | None = None, repl
         # Rank 1 died while the second snapshot was sent: rank 2 has the first one of it.
         (
             [fact([1, 2], {2: [1]}), fact(), fact([1, 2], {1: [1]})],
-            Sources(1, {1: (2, "held")}, 2),
+            Sources(1, {1: (2, "held")}, 10),
         ),
         # It had been sent when the rank died.
         (
             [fact([1, 2], {2: [1]}), fact(), fact([1, 2], {1: [1, 2]})],
-            Sources(2, {1: (2, "held")}, 2),
+            Sources(2, {1: (2, "held")}, 20),
         ),
         # A survivor died on the way to its snapshot 2.
-        ([fact([1], {1: [1, 2]}), fact([1, 2])], Sources(1, {}, 2)),
+        ([fact([1], {1: [1, 2]}), fact([1, 2])], Sources(1, {}, 10)),
         # A rank and its partner have died.
         ([fact([1], {2: [1]}), fact(), fact()], None),
         # Their replicas are left.
         (
             [fact([3], replicas=[2]), fact([3], replicas=[3]), fact(replicas=[0]), fact(replicas=[1])],
-            Sources(3, {2: (0, "own"), 3: (1, "own")}, 3),
+            Sources(3, {2: (0, "own"), 3: (1, "own")}, 30),
         ),
         # Both replicas have died.
         ([fact([3], replicas=[2]), fact(replicas=[3]), fact([3], replicas=[0]), fact(replicas=[1])], None),
@@ -50,6 +56,42 @@ def fact(own: Sequence[int] = (), held: dict[int, list[int]] | None = None, repl
 )
 def test_sources(facts: list[Fact], expected: Sources | None) -> None:
     assert choose_sources(facts) == expected
+
+
+CHECKPOINTS = ("step-00000100", "step-00000200")
+
+
+@pytest.mark.parametrize(
+    ("start", "sources", "has_loaded", "expected"),
+    [
+        # A death while the chosen checkpoint is loaded: it is loaded again, and not the newest one.
+        ((CHECKPOINTS[0], "exactly"), None, False, (None, (CHECKPOINTS[0], "exactly"))),
+        ((CHECKPOINTS[1], "without optimizer"), None, False, (None, (CHECKPOINTS[1], "without optimizer"))),
+        # Before the first copy, and before this job's first checkpoint.
+        ((CHECKPOINTS[1], "without optimizer"), None, True, (None, (CHECKPOINTS[1], "without optimizer"))),
+        # Later this job's newest one counts.
+        ((CHECKPOINTS[0], "exactly"), None, True, (None, (CHECKPOINTS[1], "newest that fits"))),
+        ((None, "newest that fits"), None, False, (None, (CHECKPOINTS[1], "newest that fits"))),
+        # Copies of an earlier step than the newest checkpoint, of the same, and of a later one.
+        ((None, "newest that fits"), Sources(1, {}, 199), True, (None, (CHECKPOINTS[1], "newest that fits"))),
+        ((None, "exactly"), Sources(1, {}, 200), True, (Sources(1, {}, 200), (None, "exactly"))),
+        ((None, "exactly"), Sources(1, {}, 201), True, (Sources(1, {}, 201), (None, "exactly"))),
+    ],
+)
+def test_copies_or_checkpoint(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    start: tuple[str | None, Choice],
+    sources: Sources | None,
+    has_loaded: bool,
+    expected: object,
+) -> None:
+    for name in CHECKPOINTS:
+        (tmp_path / name).mkdir()
+    newest = SimpleNamespace(folder=CHECKPOINTS[1], step=200)
+    monkeypatch.setattr(job, "find_latest", lambda storage: SimpleNamespace(checkpoint=newest))
+    found = job.newest_state(Alone(), LocalStorage(tmp_path), start, sources, has_loaded=has_loaded)
+    assert found == expected
 
 
 RUN = """\
@@ -63,10 +105,10 @@ training: {steps: 1, global_batch_size: 8}
 @pytest.mark.parametrize(
     ("settings", "world_size", "able", "messages"),
     [
-        ([("copies", "1")], 2, True, []),
-        ([("copies", "1")], 1, True, ["fault_tolerance.copies: a single rank has no partner"]),
+        ([("fault_tolerance.copies", "1")], 2, True, []),
+        ([("fault_tolerance.copies", "1")], 1, True, ["fault_tolerance.copies: a single rank has no partner"]),
         (
-            [("copies", "0")],
+            [("fault_tolerance.copies", "0")],
             2,
             True,
             [
@@ -75,13 +117,22 @@ training: {steps: 1, global_batch_size: 8}
             ],
         ),
         (
-            [("copies", "1")],
+            [("fault_tolerance.copies", "1")],
             2,
             False,
             [
                 "fault_tolerance.copies: ranks of a running job cannot meet again on platform torch; "
                 "fault_tolerance.copies=null with launch.max_restarts=3 and checkpoint.interval, to restart from a "
                 "checkpoint"
+            ],
+        ),
+        (
+            [("fault_tolerance.copies", "1"), ("parallel.ep_move_interval", "2")],
+            2,
+            True,
+            [
+                "parallel.ep_move_interval: experts that move have other places in each copy, which cannot be "
+                "restored; parallel.ep_move_interval=null"
             ],
         ),
     ],
@@ -95,8 +146,7 @@ def test_settings(
     messages: list[str],
 ) -> None:
     monkeypatch.setattr(preflight, "replaces_ranks", lambda name: able)
-    given = [(f"fault_tolerance.{name}", value) for name, value in settings]
-    config = parse_config(RUN, given, registered=installed).config
+    config = parse_config(RUN, settings, registered=installed).config
     found = [
         f"{each.path}: {each.what}" + (f"; {each.hint}" if each.hint else "")
         for each in preflight.recovery_problems(config, world_size, "torch")

@@ -20,8 +20,9 @@ from hp_dtensor.launch import from_environment, is_launched, launch
 from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_trainer._coordination import coordinator
-from hp_trainer.checkpoint import Storage, find_latest
+from hp_trainer._coordination import Group, coordinator
+from hp_trainer.checkpoint import Storage, find_latest, list_checkpoints
+from hp_trainer.checkpoint.index import step_of
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import (
     CheckpointError,
@@ -42,7 +43,7 @@ from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training import Trainer
 from hp_trainer.training.checkpoints import Choice
-from hp_trainer.training.recovery import StateCopies, replicas_of
+from hp_trainer.training.recovery import Sources, StateCopies, replicas_of
 from hp_trainer.training.stalls import is_of_collective, watched_set_up
 
 
@@ -224,14 +225,16 @@ def _train_rank(
 ) -> int | None:
     """Build the trainer, load the state to continue from, and train."""
     world = current_world(platform)
-    is_first, (checkpoint, choice) = world.rank == 0, start
+    is_first = world.rank == 0
     with watched_set_up(run.stalls, world, config.launch.timeout_seconds):
         sources = None if copies is None else copies.meet(world, replicas_of(config, platform))
         generation = _generation(config)
-        if sources is None and generation is not None and generation.number:
+        if copies is not None and generation is not None and generation.number:
             storage = checkpoint_storage(run, config)
-            checkpoint = coordinator(world.all, "looking for a checkpoint", lambda: _newest(storage), CheckpointError)
-            choice = "newest that fits"
+            sources, start = newest_state(world.all, storage, start, sources, has_loaded=copies.has_loaded)
+            if sources is None:
+                copies.clear()
+        checkpoint, choice = start
         if is_first:
             report("building the model")
         # Without initial weights, since a checkpoint or a copy fills all of them.
@@ -242,11 +245,12 @@ def _train_rank(
             if is_first:
                 report(f"loading {checkpoint}")
             trainer.resume(checkpoint, choice)
+        if copies is not None:
+            copies.has_loaded = True
     if generation is not None and generation.number and is_first:
-        lost = f" in step {sources.lost_step}" if sources is not None else ""
-        where = (
-            "" if sources is not None else ", whose copies are incomplete: all ranks have read the newest checkpoint"
-        )
+        lost = f" in step {copies.lost_step}" if copies is not None and copies.lost_step else ""
+        read = f"have read {checkpoint}" if checkpoint is not None else "start from the beginning"
+        where = "" if sources is not None else f", without copies: all ranks {read}"
         report(
             f"{generation.reason}{lost}; training goes on from step {trainer.progress.step} after "
             f"{time.monotonic() - generation.lost_at:.1f} s{where}"
@@ -254,9 +258,41 @@ def _train_rank(
     return trainer.run()
 
 
-def _newest(storage: Storage) -> str | None:
+def newest_state(
+    group: Group,
+    storage: Storage,
+    start: tuple[str | None, Choice],
+    sources: Sources | None,
+    *,
+    has_loaded: bool,
+) -> tuple[Sources | None, tuple[str | None, Choice]]:
+    """Choose between the copies in memory and the checkpoints after a death; a collective call.
+
+    Args:
+        start: the checkpoint that the job was started from, and how to load it.
+        sources: the newest copies; None: there are none.
+        has_loaded: the job has loaded `start`. Before that, newer checkpoints are those that it shall not use.
+
+    Returns:
+        The copies unless a checkpoint is newer, and the checkpoint to load without them.
+    """
+    if not has_loaded and start[1] != "newest that fits":
+        return sources, start
+    step = None if sources is None else sources.step
+    newest = coordinator(group, "looking for a checkpoint", lambda: _newest_after(storage, step), CheckpointError)
+    if newest is None or (sources is None and newest == start[0]):
+        return sources, start
+    return None, (newest, "newest that fits")
+
+
+def _newest_after(storage: Storage, step: int | None) -> str | None:
+    """Return the newest sound checkpoint; None unless it is later than `step`."""
+    names = list_checkpoints(storage)
+    # By their names first, since `find_latest` reads all contents.
+    if not names or (step is not None and step_of(names[0]) <= step):
+        return None
     newest = find_latest(storage).checkpoint
-    return None if newest is None else newest.folder
+    return None if newest is None or (step is not None and newest.step <= step) else newest.folder
 
 
 @contextlib.contextmanager

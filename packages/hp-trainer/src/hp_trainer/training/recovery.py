@@ -3,7 +3,7 @@
 Every few steps each rank copies its shards to host memory, and a thread sends them to a partner, the next rank. The
 next copy starts when a step's all-reduce has told that all partners have the last one; so of two copies at least one is
 complete on all ranks at any time. After a death the newest step is chosen whose state each rank has, or another rank
-for it: its partner, or a replica, whose own copy is the same. No file is read.
+for it: its partner, or a replica, whose own copy is the same. Files are read only if a checkpoint is newer.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Snapshot:
     number: int
     header: bytes
     data: np.ndarray
+
+    @property
+    def step(self) -> int:
+        """The step after which it was taken."""
+        return int(json.loads(self.header)["values"]["step"])
 
     @classmethod
     def take(cls, setup: RankSetup, number: int, values: Mapping[str, Any], buffer: np.ndarray | None) -> Snapshot:
@@ -134,6 +139,8 @@ class StateCopies:
 
     Attributes:
         step: the step in progress, for messages.
+        lost_step: the step in progress when a rank died.
+        has_loaded: this job has built its model and loaded the state to start from.
     """
 
     def __init__(self, *, partner: bool, interval: int) -> None:
@@ -146,7 +153,8 @@ class StateCopies:
         self._exchange: _Exchange | None = None
         self._has_partners = threading.Event()
         self._is_agreed = False
-        self.step = 0
+        self.step = self.lost_step = 0
+        self.has_loaded = False
 
     def meet(self, world: World, replicas: Sequence[int]) -> Sources | None:
         """Connect to the ranks of a new generation, and choose the state to go on from; a collective call.
@@ -161,17 +169,19 @@ class StateCopies:
         with self._lock:
             held = {rank: sorted(of_rank) for rank, of_rank in self._held.items()}
         fact: dict[str, Any] = {"own": sorted(self._own), "held": held, "replicas": list(replicas)}
-        fact |= {"number": self._number, "step": self.step, **exchange.address}
+        fact |= {"own_steps": [self._own[number].step for number in sorted(self._own)]}
+        fact |= {"number": self._number, "step": self.step, "loaded": self.has_loaded, **exchange.address}
         gathered = world.all.all_gather_bytes(json.dumps(fact).encode())
         facts = [json.loads(each) for each in gathered]
         exchange.connect(world.rank, facts)
         sources = choose_sources(facts)
         self._number = max(fact["number"] for fact in facts)
+        self.lost_step = max(fact["step"] for fact in facts)
+        self.has_loaded = any(fact["loaded"] for fact in facts)
         self._is_agreed = False
         self._has_partners.clear()
         if sources is None:
-            self._own.clear()
-            self._held.clear()
+            self.clear()
         elif not self._partner or sources.number in facts[exchange.next_rank]["held"].get(str(world.rank), ()):
             self._has_partners.set()
         return sources
@@ -222,6 +232,13 @@ class StateCopies:
         self._own[self._number] = Snapshot.take(setup, self._number, {**values, "step": step}, buffer)
         self._send(self._own[self._number])
 
+    def clear(self) -> None:
+        """Drop all snapshots, and take the next one as soon as possible."""
+        self._own.clear()
+        with self._lock:
+            self._held.clear()
+        self._has_partners.clear()
+
     def leave(self) -> None:
         """Close the connections of this generation, and keep the snapshots."""
         exchange, self._exchange = self._exchange, None
@@ -257,32 +274,32 @@ class Sources:
     Attributes:
         number: number of its snapshots.
         holders: for each rank without its snapshot, the rank that has it, and as what.
-        lost_step: the step in progress when a rank died.
+        step: the step after which they were taken.
     """
 
     number: int
     holders: Mapping[int, tuple[int, Kind]]
-    lost_step: int
+    step: int
 
 
 def choose_sources(facts: Sequence[Mapping[str, Any]]) -> Sources | None:
     """Choose the newest snapshot that each rank has, or another rank for it.
 
     Args:
-        facts: for each rank, the numbers of its `own` snapshots, those `held` for other ranks, its `replicas`, and its
-            `step` in progress.
+        facts: for each rank, the numbers of its `own` snapshots and their `own_steps`, those `held` for other ranks,
+            and its `replicas`.
 
     Returns:
         The same on all ranks; None: there is no such snapshot.
     """
-    numbers = sorted({number for fact in facts for number in fact["own"]}, reverse=True)
-    for number in numbers:
+    steps = {number: step for fact in facts for number, step in zip(fact["own"], fact["own_steps"], strict=True)}
+    for number in sorted(steps, reverse=True):
         holders: dict[int, tuple[int, Kind] | None] = {
             rank: _holder(facts, rank, number) for rank, fact in enumerate(facts) if number not in fact["own"]
         }
         if None not in holders.values():
             found = {rank: holder for rank, holder in holders.items() if holder is not None}
-            return Sources(number, found, max(fact["step"] for fact in facts))
+            return Sources(number, found, steps[number])
     return None
 
 
