@@ -1,4 +1,7 @@
-"""Gradient faults of every kind, on parameters of every kind, in four layouts: 224 runs, on `nox -s proof`."""
+"""Recorded runs: 224 with a fault, and 200 of all layouts without one, on `nox -s proof`.
+
+Faults are those of gradients of every kind, on parameters of every kind, in four layouts.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from injected_faults import EP, REPLICAS, Fault, is_placed, on_gradient, record, reference, stale, to_bfloat16
+from combinations import Combination, all_combinations, options_of, uneven_samples
+from injected_faults import EP, RECORDED, REPLICAS, Fault, is_placed, on_gradient, record, reference, stale, to_bfloat16
 from training_runs import Lab
 
-from hp_dtensor.debug import compare
+from hp_dtensor.debug import Recording, compare, measure_growth
 from hp_dtensor.testing.pytest_plugin import chosen
 
 PARAMETERS = (
@@ -61,3 +65,28 @@ def test_faults_are_named_with_their_kinds(lab: Lab, hp_share: Any, count_cases:
     count_cases("injected faults", len(selected) - len(misplaced))
     assert len(misplaced) <= 0.05 * len(selected), misplaced
     assert len(misplaced) + len(other_kind) <= 0.2 * len(selected), other_kind
+
+
+def test_a_draw_of_layouts_raises_no_alarm(lab: Lab, hp_share: Any, count_cases: Callable[..., None]) -> None:
+    references: dict[tuple[bool, int], Recording] = {}
+    alarms, selected = [], chosen(all_combinations(), 200, hp_share)
+    for number, layout in enumerate(selected):
+        key = (layout.experts, layout.num_layers)
+        if key not in references:
+            one = Combination(experts=layout.experts)
+            runs = [recorded(lab, f"one {number} {unit}", one, layout.num_layers, unit) for unit in (0.0, 2.0**-24)]
+            references[key] = measure_growth(*runs)
+        found = compare(references[key], recorded(lab, f"layout {number}", layout, layout.num_layers))
+        if found.first is not None:
+            alarms.append(f"{layout}: {found}")
+    count_cases("layouts without a false alarm", len(selected) - len(alarms))
+    assert not alarms, "\n\n".join(alarms)
+
+
+def recorded(lab: Lab, name: str, layout: Combination, num_layers: int, unit: float = 0.0) -> Recording:
+    """Record two steps of a layout."""
+    options = {**options_of(layout, num_layers), **RECORDED, "training__perturb_weights": unit}
+    run = lab.start(name, layout.degrees(), **options)
+    with uneven_samples(layout.experts):
+        lab.train(run, layout.num_ranks)
+    return Recording.load(run.digests_file)
