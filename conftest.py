@@ -17,10 +17,10 @@ for ignored, default in ((signal.SIGINT, signal.default_int_handler), (signal.SI
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, default)
 
-# What ranks and commands import before their first step. torch imports its symbolic shapes, which takes two seconds, in
-# the first backward from a gradient.
+# What ranks and commands import before their first step. torch imports its symbolic shapes in the first backward from a
+# gradient, and its compiler in an optimizer's first step: two seconds each.
 IMPORTED = ("hp_fsdp", "hp_moe", "hp_trainer.training", "hp_trainer.cli.train", "hp_trainer.models.hugging_face")
-IMPORTED_FOR = {"torch": ("torch.fx.experimental.symbolic_shapes", "numpy.ma")}
+IMPORTED_FOR = {"torch": ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "numpy.ma")}
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -96,12 +95,12 @@ sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 """
 
 
-def test_a_trainer_of_transformers_trains_and_saves_a_sharded_model(tmp_path, free_port):
+def test_a_trainer_of_transformers_trains_and_saves_a_sharded_model(tmp_path, free_port, fork_server):
     """The example trains on two ranks what one device trains in a plain loop."""
     example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-c", TWO_RANKS, str(example), str(tmp_path)]
-    ran = subprocess.run(command, env=os.environ | address, capture_output=True, text=True, timeout=300)
+    ran = fork_server.run(command, 300, env=os.environ | address)
     assert ran.returncode == 0, ran.stderr
 
     definitions = runpy.run_path(str(example))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -57,18 +59,25 @@ def recorded() -> list[tuple[str, list[str]]]:
     return [(each["profiling_name"], each["input_dtypes"]) for each in entries]
 
 
-def process(rank: int, ports: list[int], expected: list[torch.Tensor]) -> None:
+def process(rank: int, ports: list[int], expected: str) -> None:
     """Join two jobs one after the other, the second one by nothing but what needs its ranks."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    weights = torch.load(expected)
     for joins_itself, port in zip((True, False), ports, strict=True):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
         # Means over ranks in another order.
-        torch.testing.assert_close(weights_of_a_job(joins_itself), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weights_of_a_job(joins_itself), weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.real_ranks
-def test_fully_shard_without_a_mesh_finds_all_ranks(free_port):
+def test_fully_shard_without_a_mesh_finds_all_ranks(free_port, fork_server, tmp_path):
     model = build()
     train(model, [0, 1])
     expected = [parameter.detach() for parameter in model.parameters()]
-    torch.multiprocessing.spawn(process, ([free_port(), free_port()], expected), nprocs=2)
+    torch.save(expected, tmp_path / "weights")
+    arguments = f"[{free_port()}, {free_port()}], {str(tmp_path / 'weights')!r}"
+    program = f"import runpy; runpy.run_path({__file__!r})['process']({{rank}}, {arguments})"
+    pipes = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    processes = [fork_server.popen([sys.executable, "-c", program.format(rank=rank)], **pipes) for rank in range(2)]
+    errors = [each.communicate(timeout=300)[1] for each in processes]
+    assert [each.returncode for each in processes] == [0, 0], errors

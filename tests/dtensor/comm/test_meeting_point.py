@@ -75,14 +75,15 @@ def test_ranks_that_are_missing(connect, hp_platform, capsys, free_port):
 
 
 @pytest.mark.real_ranks
-def test_ranks_meet_by_name_once_the_first_one_has_started(hp_platform, free_port):
+def test_ranks_meet_by_name_once_the_first_one_has_started(hp_platform, free_port, fork_server):
     """Frameworks that only take IP addresses get one; and a wait of some seconds is reported."""
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
     def start(rank):
         environment = os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GLOG_v": "3"}
         command = [sys.executable, str(PROGRAM), hp_platform.name]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return fork_server.popen(command, env=environment, start_new_session=True, **pipes)
 
     second = start(1)
     line = next((line for line in second.stderr if "hp-dtensor" in line), "")

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.real_ranks
 SECONDS = 200  # the ranks' start takes most of it, on a busy machine
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_one_rank_is_a_job_too(hp_platform):
     assert launch(rank_programs.total, (hp_platform.name,), 1, hp_platform) == [[1.0] * 3]
 
@@ -46,6 +47,7 @@ def test_groups_that_overlap_and_lack_rank_0(hp_platform, rank_pool):
 LEAVING = {"kill": "was killed by SIGKILL", "raise": "failed: ValueError: the loss is no number"}
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_leaves_while_others_wait_for_it_is_reported_at_once(hp_platform):
     with RankPool(hp_platform, 2) as pool:
         for how, message in LEAVING.items():
@@ -94,6 +96,7 @@ def sum_and_addresses(platform: str) -> tuple[list[float], list[str]]:
     return chosen.to_numpy(ones).tolist(), addresses_of_this_process()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_local_ranks_listen_on_loopback_alone(hp_platform):
     found = launch(sum_and_addresses, (hp_platform.name,), 2, hp_platform)

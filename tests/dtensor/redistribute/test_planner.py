@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,9 +66,9 @@ BENCHMARK = Path(__file__).resolve().parents[3] / "benchmarks" / "redistribute_b
 
 @pytest.mark.real_ranks
 @pytest.mark.skipif(os.environ.get("HP_PLATFORM") == "mindspore", reason="compares with torch")
-def test_bytes_are_never_more_than_those_of_torch_and_of_a_search() -> None:
+def test_bytes_are_never_more_than_those_of_torch_and_of_a_search(fork_server) -> None:
     pytest.importorskip("torch")
-    done = subprocess.run([sys.executable, str(BENCHMARK)], capture_output=True, text=True, timeout=300)
+    done = fork_server.run([sys.executable, str(BENCHMARK)], 300)
     assert done.returncode == 0, f"pairs that need more:\n{done.stdout}{done.stderr}"
     rows = {row.split(" pairs:")[0].strip(): row for row in done.stdout.splitlines() if " pairs:" in row}
     assert [int(label.split()[-1]) for label in rows if label.startswith("mesh")] == [196, 196, 2744], "every pair"

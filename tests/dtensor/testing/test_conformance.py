@@ -60,6 +60,7 @@ def test_the_guide_names_what_the_first_steps_need():
     assert re.findall(r"`(\w+)`", operations) == sorted(set(re.findall(r"\bops\.(\w+)\(", first)))
 
 
+@pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("step", ["test_tensors", "test_autograd", "test_modules"])
 def test_a_step_of_the_guide_runs_alone(environment, tmp_path, step):
     command = [sys.executable, *SUITE[:-1], f"{SUITE[-1]}.{step}", "--hp-platform=numpy", "--hp-ranks=simulated"]
@@ -100,6 +101,7 @@ def test_the_built_in_sockets_connect_processes(environment, tmp_path):
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
     """The suite finds a wrong gradient, a wrong collective, and functions of the framework that answer for a shard."""
     (tmp_path / "wrong.py").write_text(WRONG)

@@ -221,6 +221,7 @@ def test_more_calls_on_one_rank_than_on_another_are_found(hp_platform, function,
 
 
 @pytest.mark.real_ranks
+@pytest.mark.usefixtures("forked_ranks")
 def test_more_calls_on_one_real_rank_than_on_another_are_found(hp_platform):
     """On torch, ranks compare through a separate connection, independent of the collectives."""
     if hp_platform.name != "torch":

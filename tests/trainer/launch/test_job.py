@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,11 @@ pytestmark = pytest.mark.real_ranks
 PROGRAM = Path(__file__).with_name("launched_program.py")
 
 
-def start(*command: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def start(fork_server) -> Callable[..., subprocess.Popen[str]]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, *command],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    return lambda *command: fork_server.popen([sys.executable, *command], env=environment, **options)
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -41,7 +37,7 @@ def ranks_seen(folder: Path) -> dict[str, str]:
 
 @pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("local_ranks", [1, 2])
-def test_local_ranks_are_started_after_the_run_is_prepared(tmp_path: Path, local_ranks: int) -> None:
+def test_local_ranks_are_started_after_the_run_is_prepared(start, tmp_path: Path, local_ranks: int) -> None:
     process = start(str(PROGRAM), str(tmp_path / "run"), str(local_ranks))
     output = finish(process)
     assert process.returncode == 0, output
@@ -50,7 +46,7 @@ def test_local_ranks_are_started_after_the_run_is_prepared(tmp_path: Path, local
 
 
 @pytest.mark.usefixtures("torch_suffices")
-def test_the_error_of_a_local_rank_reaches_the_user(tmp_path: Path) -> None:
+def test_the_error_of_a_local_rank_reaches_the_user(start, tmp_path: Path) -> None:
     process = start(str(PROGRAM), str(tmp_path / "run"), "2", "fail")
     output = finish(process)
     assert process.returncode != 0
@@ -64,7 +60,7 @@ def torchrun() -> list[str]:
     return ["-m", "torch.distributed.run"]
 
 
-def test_a_run_that_cannot_be_prepared_ends_every_rank_of_torchrun(tmp_path: Path, torchrun: list[str]) -> None:
+def test_a_run_that_cannot_be_prepared_ends_every_rank_of_torchrun(start, tmp_path: Path, torchrun: list[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("x")
     process = start(*torchrun, "--nproc-per-node=2", str(PROGRAM), str(tmp_path / "run"), "1")

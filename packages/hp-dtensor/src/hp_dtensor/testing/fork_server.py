@@ -46,19 +46,7 @@ _MOST_FILES = 16
 _HIGH_FD = 500  # above the numbers of files that requests name
 _PR_SET_CHILD_SUBREAPER = 36
 # Libraries read these while they are imported, so a process that wants other values cannot be forked.
-_READ_BY_IMPORTS = (
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "GOMP_",
-    "GLOG_",
-    "MS_",
-    "TORCH",
-    "LD_",
-    "PYTHON",
-    "HP_DEVICE",
-    "HP_BACKEND",
-)
+_READ_BY_IMPORTS = tuple("OMP_ MKL_ KMP_ GOMP_ GLOG_ MS_ LD_ PYTHON HP_DEVICE HP_BACKEND".split())
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

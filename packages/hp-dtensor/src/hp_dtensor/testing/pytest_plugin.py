@@ -205,6 +205,14 @@ def fork_server(hp_platform: Platform, imported_modules: Sequence[str]) -> Itera
     server.close()
 
 
+@pytest.fixture
+def forked_ranks(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch` and `RankPool` fork their ranks in this test, for tests of other things than the start."""
+    from hp_dtensor.launch import local_ranks
+
+    monkeypatch.setattr(local_ranks, "start_process", fork_server.popen)
+
+
 @pytest.fixture(scope="session")
 def rank_pool(hp_platform: Platform, fork_server: ForkServer) -> Iterator[Callable[[int], RankPool]]:
     """`rank_pool(n).run("module:function", *args)`: real ranks of `hp_platform`, started once per session and size."""
