@@ -41,8 +41,8 @@ def test_ranks_are_replaced(platform):
 
 
 def test_deaths_are_counted_and_other_errors_are_not_survived(platform):
-    signals = {"0:1": signal.SIGKILL}
-    with pytest.raises(LaunchError, match=r"^rank 1 of 2 was killed by SIGKILL.*\n0 ranks have been replaced; no fur"):
+    signals = {"0:1": signal.SIGKILL, "1:0": signal.SIGKILL}
+    with pytest.raises(LaunchError, match=r"^rank 0 of 2 was killed by SIGKILL.*\nmore than 0 ranks have died; no f"):
         launch(rank_programs.total_through_deaths, (platform.name, signals), 2, platform, replacement=Replacement(0))
     with pytest.raises(LaunchError, match=r"^rank 1 of 2 failed: RuntimeError: the loss is no number"):
         launch(rank_programs.fail_alone, (platform.name,), 2, platform, replacement=Replacement(3))

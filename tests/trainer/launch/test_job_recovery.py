@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
 
 pytestmark = pytest.mark.real_ranks
 
-SETTINGS = ("--training.steps=10", "--lr_schedule.kind=constant", "--training.clip_norm=null", "--checkpoint.keep=1")
+# Without a checkpoint before the last step: it might be newer than the copies.
+SETTINGS = (
+    "--checkpoint.interval=null",
+    "--training.steps=10",
+    "--lr_schedule.kind=constant",
+    "--training.clip_norm=null",
+    "--checkpoint.keep=1",
+)
 OPTIONS = {
     "training__steps": 10,
     "lr_schedule__kind": "constant",
@@ -30,12 +38,12 @@ def dying(folder, hp_train, hp_platform, monkeypatch):
     skip_unless_torch_or(hp_platform, False)
     add_plugin(folder, "deaths", Path(__file__).with_name("deaths.py").read_text(), monkeypatch)
 
-    def train(kills: tuple[str, ...], *settings: str) -> str:
+    def train(kills: tuple[str, ...], *settings: str, expected: int = 0) -> str:
         shared = set(os.listdir("/dev/shm"))
         monkeypatch.setenv("KILLS", json.dumps(dict.fromkeys(kills, signal.SIGKILL)))
         arguments = (*SETTINGS, "--training.eval_interval=4", "--fault_tolerance.interval=2", *settings)
         code, _, err = hp_train("run", "run.yaml", "--run.folder=out", *arguments).finish()
-        assert code == 0, err
+        assert code == expected, err
         assert sorted(path.name for path in folder.glob("*:*:*")) == sorted(kills), "every rank has died"
         assert set(os.listdir("/dev/shm")) <= shared, "nothing is left in shared memory"
         return err
@@ -68,7 +76,8 @@ def test_ranks_die_everywhere_in_a_step_and_their_partners_have_their_state(lab,
     kills = ("3:1:forward", "new:1:restore", "5:0:backward", "7:1:optimizer", "8:0:snapshot")
     settings = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")
     err = dying(kills, *settings, "--fault_tolerance.copies=1", "--fault_tolerance.spares=1")
-    assert "rank 0 of 2 has died (SIGKILL) in step 5; training goes on from step 4 after " in err
+    # On a busy machine the copy of step 4 may not have arrived.
+    assert re.search(r"rank 0 of 2 has died \(SIGKILL\) in step 5; training goes on from step [0-4] after ", err)
     assert "without copies" not in err
     expect_same(folder / "out", undisturbed.path)
     assert losses_of(folder / "out") == losses_of(undisturbed.path)
@@ -80,4 +89,15 @@ def test_two_ranks_die_at_once_and_their_replicas_have_their_state(lab, folder, 
     settings = ("--launch.local_ranks=4", "--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.ep=2")
     err = dying(kills, *settings, "--fault_tolerance.copies=0")
     assert "without copies" not in err
+    expect_same(folder / "out", undisturbed.path)
+
+
+def test_a_job_in_which_too_many_ranks_have_died_saves_its_state_and_ends(lab, folder, dying):
+    settings = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")
+    limits = ("--fault_tolerance.copies=1", "--fault_tolerance.max_deaths=0")
+    err = dying(("5:0:backward",), *settings, *limits, expected=1)
+    assert "more ranks have died than fault_tolerance.max_deaths = 0, and this state has been saved" in err
+    saved = re.search(r"The newest checkpoint is of step ([24]) of 10; continue with `hp-train resume out`", err)
+    assert saved, err
+    undisturbed = lab.run("undisturbed", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS | {"training__steps": int(saved[1])})
     expect_same(folder / "out", undisturbed.path)

@@ -96,12 +96,14 @@ class Generation:
         newcomers: ranks whose processes are not those of the generation before.
         lost_at: `time.monotonic()` of the death that ended the generation before, on the clock of this machine.
         reason: how the replaced ranks ended, for messages.
+        is_last: no further death is survived; the ranks should save their state, and end.
     """
 
     number: int = 0
     newcomers: tuple[int, ...] = ()
     lost_at: float = 0.0
     reason: str = ""
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ class Replacement:
     """Rules for the replacement of ranks that die.
 
     Attributes:
-        most: deaths that are survived in a run; at the next one the job fails.
+        most: deaths that are survived in a run. After a further one the ranks meet once more, to save their state
+            (`Generation.is_last`).
         stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
         report: called with messages for the user.
         spares: processes that have imported everything and wait, so that a newcomer needs no start.
@@ -126,16 +127,18 @@ class ReplacedRanks(LocalRanks):
             # Ranks that a stop signal has ended are not replaced.
             self._check()
             self._num_replaced += max(1, len(dead))
-            if self._num_replaced > self.replacement.most:
+            if self._generation.is_last:
                 raise self._exhausted()
             self._close()
             number = self._generation.number + 1
             reasons += [self._describe(process) for process in dead]
-            self._generation = Generation(number, tuple(sorted(newcomers)), lost_at, "; ".join(reasons))
-            for process in dead:
-                self.replacement.report(f"{self._describe(process)}; another process takes its place")
             fresh = {process.rank for process in dead}
             newcomers |= fresh
+            is_last = self._num_replaced > self.replacement.most
+            names = tuple(sorted(newcomers))
+            self._generation = Generation(number, names, lost_at, "; ".join(reasons), is_last)
+            for process in dead:
+                self.replacement.report(f"{self._describe(process)}; another process takes its place")
             for process in dead:
                 self._respawn(process)
             self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
@@ -143,7 +146,6 @@ class ReplacedRanks(LocalRanks):
             dead = self._await(number, Left, fresh, seconds, left)
             if dead:
                 continue
-            self._generation = Generation(number, tuple(sorted(newcomers)), lost_at, "; ".join(reasons))
             self._send_all(Meet(self._generation, self._serve()))
             dead = self._await(number, Joined, (), seconds, seconds)
             if not dead:
@@ -207,7 +209,7 @@ class ReplacedRanks(LocalRanks):
 
     def _exhausted(self) -> LaunchError:
         error = self._failed() if any(p.failure for p in self._processes) else LaunchError("ranks wait for each other")
-        what = f"{error}\n{self.replacement.most} ranks have been replaced; no further one is"
+        what = f"{error}\nmore than {self.replacement.most} ranks have died; no further one is replaced"
         return LaunchError(what, error.rank, error.kind, error.signal)
 
     def _kill_stopped(self) -> None:

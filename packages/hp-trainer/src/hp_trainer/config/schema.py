@@ -454,7 +454,9 @@ class FaultToleranceConfig:
         "have the same state; null: when a rank dies the job fails, and may be restarted from a checkpoint",
     )
     interval: int = Field(10, ge=1, description="steps between two copies; those since the last one are repeated")
-    max_deaths: int = Field(10, ge=1, description="deaths of ranks that a job survives")
+    max_deaths: int = Field(
+        10, ge=0, description="deaths of ranks that a job survives; after one more it saves its state and ends"
+    )
     spares: int = Field(
         0, ge=0, description="processes that wait to take the place of a rank, which saves the start of one"
     )

@@ -255,6 +255,12 @@ def _train_rank(
             f"{generation.reason}{lost}; training goes on from step {trainer.progress.step} after "
             f"{time.monotonic() - generation.lost_at:.1f} s{where}"
         )
+    if generation is not None and generation.is_last:
+        trainer.run(only_save=True)
+        raise MachineError(
+            f"{generation.reason}: more ranks have died than fault_tolerance.max_deaths = "
+            f"{config.fault_tolerance.max_deaths}, and this state has been saved"
+        )
     return trainer.run()
 
 

@@ -127,8 +127,11 @@ class Trainer:
         find = self._checkpoints.newest_step
         self._saved_at = coordinator(self.setup.mesh.world.all, "looking for checkpoints", find, TrainingError)
 
-    def run(self) -> int | None:
+    def run(self, *, only_save: bool = False) -> int | None:
         """Train until the last step, or until a rank is asked to stop, and write a checkpoint at the end.
+
+        Args:
+            only_save: write the checkpoint of the present state, without a step.
 
         Returns:
             The signal that ended the run before its last step, the same on every rank; None: it is done.
@@ -149,7 +152,7 @@ class Trainer:
                 tracker.start(record)
             try:
                 self._hooks.before_run(record)
-                ended_by = self._run_steps(stop)
+                ended_by = self._run_steps(stop, stopping=only_save)
                 self._hooks.after_run(record)
             except Exception as error:
                 if self._pending is not None:
@@ -382,8 +385,8 @@ class Trainer:
             tracker.checkpoint(record)
         self._hooks.after_checkpoint(record)
 
-    def _run_steps(self, stop: StopRequest) -> int | None:
-        config, stopping = self.config, False
+    def _run_steps(self, stop: StopRequest, *, stopping: bool = False) -> int | None:
+        config = self.config
         last = config.training.steps
         if config.training.record_only:
             last = min(last, config.training.record_steps or last)
