@@ -35,6 +35,12 @@ EDITS = {
     # Not public: a function in a private folder, and a private method.
     ("hp_fsdp/_engine/reduction.py", "def ", "def renamed_"): None,
     ("hp_fsdp/grad_scaler.py", "    def _unscale(", "    def _renamed("): None,
+    # The constructor takes the same.
+    (
+        "hp_fsdp/memory.py",
+        "@dataclass(frozen=True, slots=True)\nclass MemoryUse:",
+        "class MemoryUse(NamedTuple):",
+    ): None,
 }
 
 
