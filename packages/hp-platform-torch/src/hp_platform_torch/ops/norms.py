@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_torch.ops import ascend
@@ -25,10 +25,16 @@ def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Return `F.rms_norm` of the same arguments, with a backward that needs less memory where torch composes it."""
-    if _is_local(input, normalized_shape, weight) and ascend.takes_rms_norm(input, weight, eps):
-        return ascend.rms_norm(*(x.as_subclass(Tensor) for x in (input, weight)), eps)  # type: ignore[union-attr]
-    if torch.compiler.is_compiling() or not _is_ours(input, normalized_shape, weight, eps):
+    by_ascend = _is_local(input, normalized_shape, weight) and ascend.takes_rms_norm(input, weight, eps)
+    compiling = torch.compiler.is_compiling()
+    if not by_ascend and (compiling or not _is_ours(input, normalized_shape, weight, eps)):
         return F.rms_norm(input, normalized_shape, weight, eps)
+    if not compiling and has_torch_function((input, weight)):
+        # A mode, since no class of the operands overrides functions: it calls this function again.
+        noted: Tensor = handle_torch_function(rms_norm, (input, weight), input, normalized_shape, weight, eps)
+        return noted
+    if by_ascend:
+        return ascend.rms_norm(*(x.as_subclass(Tensor) for x in (input, weight)), eps)  # type: ignore[union-attr]
     # Backward must read the local data of DTensors, and runs where their operations are intercepted.
     local = [x.as_subclass(Tensor) if isinstance(x, DTensor) else x for x in (input, weight)]
     normalized: Tensor = _RMSNorm.apply(*local, eps)  # type: ignore[no-untyped-call]
@@ -41,8 +47,20 @@ def _is_local(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None)
         x.dim() > 0
         and tuple(normalized_shape) == tuple(x.shape[-1:])
         and (weight is None or weight.shape == x.shape[-1:])
-        and not has_torch_function((x, weight))
+        and not _is_overridden(x)
+        and not _is_overridden(weight)
     )
+
+
+def _is_overridden(x: Tensor | None) -> bool:
+    """Return whether functions of torch on `x` go to its class.
+
+    `has_torch_function` is also True in every mode, but a mode, such as that of a recording, must not change a kernel.
+    """
+    if x is None or type(x) in (Tensor, torch.nn.Parameter):
+        return False
+    own = type(x).__torch_function__ is not torch._C._disabled_torch_function_impl
+    return own and torch._C._is_torch_function_enabled()
 
 
 def _is_ours(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> bool:

@@ -58,7 +58,8 @@ class WatchedFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._note(resolve_name(func) or str(func), result)
+        # Torch knows no names of this package's own functions.
+        self._note(resolve_name(func) or getattr(func, "__name__", str(func)), result)
         return result
 
 
