@@ -150,7 +150,9 @@ def _samples(kind, exact, index):
 def _lay_out(platform, model, case):
     layout = case.layout
     sizes = (layout.dp_replicate, layout.dp_shard, layout.ep, layout.tp)
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "efsdp", "ep", "tp"), platform=platform)
+    mesh = init_device_mesh(
+        platform.device_types[0], sizes, mesh_dim_names=("dp_replicate", "efsdp", "ep", "tp"), platform=platform
+    )
     mesh.flatten("fsdp", ("efsdp", "ep"))
     if layout.tp > 1:
         _tensor_parallel(model, mesh["tp"])

@@ -177,7 +177,7 @@ def shard(model, mesh, case):
 
 def mesh_of(platform, *sizes):
     names = ("shard",) if len(sizes) == 1 else ("replicate", "shard")
-    return init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+    return init_device_mesh(platform.device_types[0], sizes, mesh_dim_names=names, platform=platform)
 
 
 def sharded(platform, case):
@@ -227,7 +227,9 @@ def train_sharded(case: Case) -> Result:
     platform = get_platform()
     rank = current_world(platform).rank // case.tp
     names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
-    world = init_device_mesh("cpu", (*case.mesh, case.tp), mesh_dim_names=(*names, "tp"), platform=platform)
+    world = init_device_mesh(
+        platform.device_types[0], (*case.mesh, case.tp), mesh_dim_names=(*names, "tp"), platform=platform
+    )
     model = build(platform, case)
     if case.tp > 1:
         plan = {

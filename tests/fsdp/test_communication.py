@@ -163,7 +163,7 @@ def test_training_stays_close(hp_platform, registered, sizes):
 
     def rank(communication):
         names = ("replicate", "shard")[-len(sizes) :]
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], sizes, mesh_dim_names=names, platform=hp_platform)
         model = shard(build(hp_platform, case), mesh, case)
         if communication == "int8":
             model.set_communication("int8")
@@ -189,7 +189,7 @@ def test_parts_can_be_chosen_and_gradients_are_within_their_bound(hp_platform, r
     case = Case((2,), num_blocks=1)
 
     def rank(communication):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         model = build(hp_platform, case)
         fully_shard(model, mesh, communication=communication(hp_platform))
         hp_platform.backward(micro_loss(hp_platform, model, case, current_world(hp_platform).rank, 0, 0))
@@ -205,6 +205,8 @@ def test_parts_can_be_chosen_and_gradients_are_within_their_bound(hp_platform, r
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_below_stage_3_parameters_gathered_lossily_are_kept_until_they_are_written(hp_platform, stage):
+    if hp_platform.device_types[0] != "cpu":
+        pytest.skip("the array of an accelerator's tensor is a copy")
     case = Case((2,), num_blocks=1)
 
     class Counted(QuantizedCommunication):
@@ -215,7 +217,7 @@ def test_below_stage_3_parameters_gathered_lossily_are_kept_until_they_are_writt
             return super().all_gather(output, shard, group)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         communication = Counted(hp_platform, Int8())
         model = build(hp_platform, case)
         fully_shard(model, mesh, zero_stage=stage, communication=communication)
@@ -236,7 +238,7 @@ def test_below_stage_3_parameters_gathered_lossily_are_kept_until_they_are_writt
 
 
 def test_unknown_names_and_missing_capabilities_are_told(hp_platform, registered):
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("shard",), platform=hp_platform)
     model = build(hp_platform, Case((1,), num_blocks=1))
     with pytest.raises(
         FullyShardError, match=r"no communication is called 'int4'; known: default, fp8, int8\. Did you"

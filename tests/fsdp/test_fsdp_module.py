@@ -245,7 +245,7 @@ def test_without_a_mesh_all_ranks_shard(hp_platform):
 )
 def test_data_parallel_axes_of_a_mesh_over_all_ranks(hp_platform, dims, shape):
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("a", "b"), platform=hp_platform)
         model = fully_shard(build(hp_platform, CASE), mesh=mesh, dp_mesh_dims=dims)
         assert model.head.weight.device_mesh.shape == shape
         step(hp_platform, model, CASE)
@@ -254,7 +254,7 @@ def test_data_parallel_axes_of_a_mesh_over_all_ranks(hp_platform, dims, shape):
 
 
 def test_data_parallel_axes_that_do_not_fit_are_told(hp_platform):
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1, 1), mesh_dim_names=("a", "b"), platform=hp_platform)
     model = build(hp_platform, CASE)
     with pytest.raises(ValueError, match="shard, replicate or both"):
         DataParallelMeshDims()

@@ -27,7 +27,7 @@ from hp_fsdp import (
 
 def _sharded(platform, size=2, **options):
     case = Case((size,), num_blocks=1, tied=True, **options)
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], (size,), mesh_dim_names=("shard",), platform=platform)
     return shard(build(platform, case), mesh, case)
 
 
@@ -146,7 +146,9 @@ def test_a_rank_that_stays_away_is_found_out(hp_platform):
 def test_a_tensor_parallel_parameter_is_whole_on_its_data_parallel_axes(hp_platform):
     def rank():
         case = Case((2,), num_blocks=1)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"), platform=hp_platform)
+        mesh = init_device_mesh(
+            hp_platform.device_types[0], (2, 2), mesh_dim_names=("shard", "tp"), platform=hp_platform
+        )
         model = build(hp_platform, case)
         parallelize_module(model, mesh["tp"], {"blocks.*.up": ColwiseParallel()})
         model = shard(model, mesh["shard"], case)
@@ -194,7 +196,7 @@ def test_one_whole_parameter_at_a_time(hp_platform, monkeypatch):
 
 def test_mixed_precision_shows_the_parameters_own_dtype(hp_platform):
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         model = build(hp_platform, Case((2,), num_blocks=1))
         fully_shard(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype="float16"))
         with summon_full_params(model):

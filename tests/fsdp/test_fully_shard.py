@@ -215,7 +215,7 @@ def test_all_problems_are_reported_and_nothing_is_changed(hp_platform):
         ),
         (
             lambda p, m: fully_shard(
-                object(), init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"), platform=p)
+                object(), init_device_mesh(p.device_types[0], (1, 1, 1), mesh_dim_names=("a", "b", "c"), platform=p)
             ),
             "expected 1 axis",
         ),

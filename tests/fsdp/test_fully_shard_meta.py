@@ -64,7 +64,7 @@ def test_zeros_written_through_data_are_values(hp_platform, options):
     def rank():
         with torch.device("meta"):
             net = torch.nn.Sequential(torch.nn.Linear(5, 20), torch.nn.LayerNorm(20))
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         for module in (*net, net):
             fully_shard(module, mesh, **options)
         for module in net:
@@ -81,7 +81,7 @@ def test_ignored_parameters_that_torch_replaces_stay_ignored(hp_platform):
     def rank():
         with torch.device("meta"):
             net = Net()
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         fully_shard(net, mesh, ignored_params=net.first.parameters())
         before = net.first.weight
         net.to_empty(device="cpu")
@@ -116,7 +116,9 @@ def test_modules_that_come_from_meta_initialise_themselves_as_unsharded_ones(hp_
     def rank():
         with torch.device("meta"):
             net = make()
-        fully_shard(net, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform))
+        fully_shard(
+            net, init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        )
         initialise(net.to_empty(device="cpu"))
         for (name, mine), wanted in zip(net.named_parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(mine.full_tensor(), wanted.data, rtol=0, atol=0, msg=name)

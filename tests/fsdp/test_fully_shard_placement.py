@@ -63,7 +63,7 @@ def test_a_dimension_that_tensor_parallelism_has_sharded_already(hp_platform):
     values = numpy.arange(7 * 5, dtype=numpy.float32).reshape(5, 7)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
         with nn.building(hp_platform):
             model = One((5, 7))
         hp_platform.copy_(model.weight, hp_platform.from_numpy(values))
@@ -148,7 +148,7 @@ def test_ranks_beyond_the_mesh_of_a_parameter_may_have_others(hp_platform):
     """Here other experts, and more of them."""
 
     def rank():
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"), platform=hp_platform)
+        both = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("ep", "edp"), platform=hp_platform)
         with nn.building(hp_platform):
             model = Experts([0] if both.get_local_rank("ep") == 0 else [1, 2])
         for _, parameter in hp_platform.named_parameters(model):
@@ -170,7 +170,7 @@ def test_ranks_beyond_the_mesh_of_a_parameter_may_have_others(hp_platform):
 @pytest.mark.parametrize("rank_differs", ["edp", "all"])
 def test_ranks_that_share_a_parameter_must_have_it_alike(hp_platform, rank_differs):
     def rank():
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"), platform=hp_platform)
+        both = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("ep", "edp"), platform=hp_platform)
         with nn.building(hp_platform):
             model = One((4 + (current_world(hp_platform).rank == 1), 2))
         own = both["edp"] if rank_differs == "edp" else None

@@ -150,7 +150,7 @@ def test_a_forward_that_writes_its_parameters_is_refused_by_name(hp_platform, st
     """A write to an unsharded parameter would be lost. The next step works."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         net, ids = fully_shard(Normalized(), mesh, zero_stage=stage), torch.tensor([1, 3])
         for _ in range(2) if stage else ():
             with pytest.raises(FSDPStateError, match=rf"group Normalized .*: {writes}\.weight: written in place"):
@@ -165,7 +165,9 @@ def test_a_forward_that_writes_its_parameters_is_refused_by_name(hp_platform, st
 
 def test_sparse_gradients_are_refused_by_name(hp_platform):
     net = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True))
-    fully_shard(net, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform))
+    fully_shard(
+        net, init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    )
     with pytest.raises(FSDPStateError, match=r"rank 0: the gradient of 0\.weight cannot be reduced: .*sparse=False"):
         net(torch.tensor([1, 2])).sum().backward()
 
@@ -290,7 +292,7 @@ class Pair(torch.nn.Module):
 
 def test_a_gradient_may_lie_in_the_memory_of_a_parameter(hp_platform):
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         pair = fully_shard(Pair(), mesh)
         pair().backward()
         return pair.x.grad.full_tensor(), pair.y.grad.full_tensor()
@@ -345,7 +347,7 @@ def test_a_distributed_checkpoint_of_torch_goes_on_in_another_layout(rank_pool, 
 
 def test_a_container_is_refused(hp_platform):
     modules = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
-    mesh = init_device_mesh("cpu", (1,), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1,), platform=hp_platform)
     with pytest.raises(FullyShardError, match="a ModuleList is never called itself"):
         fully_shard(modules, mesh)
     fully_shard(list(modules), mesh)

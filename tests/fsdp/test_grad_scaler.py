@@ -32,7 +32,9 @@ class Stepper:
 
 def _sharded(platform, case):
     names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (*case.mesh, case.tp), mesh_dim_names=(*names, "tp"), platform=platform)
+    mesh = init_device_mesh(
+        platform.device_types[0], (*case.mesh, case.tp), mesh_dim_names=(*names, "tp"), platform=platform
+    )
     model = build(platform, case)
     if case.tp > 1:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}

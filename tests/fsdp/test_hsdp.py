@@ -97,7 +97,7 @@ def test_all_wrong_values_are_reported_together(hp_platform):
 
 
 def test_a_mesh_of_two_axes_is_rejected(hp_platform):
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1, 1), mesh_dim_names=("a", "b"), platform=hp_platform)
     with pytest.raises(ValueError, match="one axis of data-parallel ranks"):
         hsdp(linear(hp_platform), mesh=mesh)
 
@@ -227,7 +227,7 @@ def test_gradients_are_scaled_and_reduced_in_the_given_dtype(hp_platform):
 
 def test_a_mesh_that_cuts_parameters_already_is_refused(hp_platform):
     def rank():
-        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        world = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
         cell = linear(hp_platform)
         place_parameter(cell, "weight", world["tp"], [Shard(1)])
         with pytest.raises(ValueError, match="weight is a DTensor on mesh"):
@@ -270,7 +270,9 @@ def test_methods_refuse_wrong_values_and_cells_that_have_not_been_through_hsdp(h
             method(cell)
         with pytest.raises(ValueError, match="number 1, Linear"):
             method([cell, plain])
-        fully_shard(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("dp",), platform=hp_platform))
+        fully_shard(
+            plain, init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("dp",), platform=hp_platform)
+        )
         with pytest.raises(ValueError, match="number 0, FSDPLinear"):
             method([plain])
         with nn.building(hp_platform):
@@ -423,7 +425,7 @@ def trained(platform, model, x):
 
 
 def rank(platform, shape, names, plan, shard):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], shape, mesh_dim_names=names, platform=platform)
     model = shard_module(build_two_layers(platform), mesh, ShardingPlan(plan, BATCH))
     shard(model, mesh)
     weight = model.up.weight.spec
@@ -474,7 +476,7 @@ def test_it_trains_as_on_one_rank(hp_platform, case):
 
 def test_ranks_beyond_the_meshes_of_the_parameters_are_found(hp_platform):
     def program():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
         model = shard_module(build_two_layers(hp_platform), mesh["tp"], ShardingPlan(COLUMNS_THEN_ROWS))
         hsdp(model, threshold=0)
         half = np.split(INPUTS, 2)[mesh.get_local_rank("dp")]
@@ -489,7 +491,7 @@ def test_ranks_beyond_the_meshes_of_the_parameters_are_found(hp_platform):
 
 def test_meshes_that_do_not_go_together_are_named(hp_platform):
     def program():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
         model = build_two_layers(hp_platform)
         place_parameter(model.up, "weight", mesh["tp"], [Shard(0)])
         place_parameter(model.down, "weight", mesh.flatten("all"), [Shard(0)])

@@ -61,13 +61,13 @@ def laid_out(platform, layout):
     if layout == "plain":
         return model, range(SHARES)
     if layout == "tp":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("shard", "tp"), platform=platform)
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
         parallelize_module(model, mesh["tp"], plan)
         return shard(model, mesh["shard"], case), range(rank // 2, SHARES, 2)
     sizes = (2, 2) if layout == "hsdp" else (2,)
     names = ("replicate", "shard")[-len(sizes) :]
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], sizes, mesh_dim_names=names, platform=platform)
     return shard(model, mesh, case), range(rank, SHARES, mesh.size())
 
 
@@ -154,7 +154,7 @@ def _model(platform, tied=True):
     with nn.building(platform):
         model = Net(1, tied, False, None)
     model.register_buffer("seen", platform.from_numpy(numpy.zeros(3, numpy.float32)))
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("shard",), platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], (3,), mesh_dim_names=("shard",), platform=platform)
     init_parameters(model, lambda name, shape: Normal(1.0), seed=1)
     fully_shard(model.blocks[0], mesh, ignored_params=[model.blocks[0].norm.weight])
     return fully_shard(model, mesh)
@@ -366,7 +366,7 @@ def _full(model):
 
 def test_a_full_state_dict_is_a_copy_and_a_sharded_one_is_not(hp_platform):
     def rank(size):
-        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (size,), mesh_dim_names=("shard",), platform=hp_platform)
         with nn.building(hp_platform):
             model = nn.Linear(3, 2, bias=True)
         init_parameters(model, lambda name, shape: Normal(1.0), seed=1)
@@ -444,7 +444,7 @@ def test_full_tensors_go_into_a_module_of_shard_module(hp_platform):
     """The refusal of a plain tensor by `load_state_dict` says to do this."""
 
     def run():
-        mesh = init_device_mesh("cpu", (2,), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), platform=hp_platform)
         with nn.building(hp_platform):
             model = nn.Linear(3, 5, bias=True)
         shard_module(model, mesh, ShardingPlan({"weight": (Shard(0),), "bias": (Shard(0),)}))

@@ -111,7 +111,7 @@ def _slots(platform, optimizer, parameter):
 
 def _model(platform, case, policy):
     names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names, platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], case.mesh, mesh_dim_names=names, platform=platform)
     return shard(
         build(platform, case), mesh, dataclasses.replace(case, options=case.options | {"offload_policy": policy})
     )
@@ -438,7 +438,7 @@ def test_what_cannot_be_streamed_is_refused(hp_platform, device):
     optimizer = _make(hp_platform, "sgd", _parameters(hp_platform, model))
     with pytest.raises(FullyShardError, match=r"nothing in Net has been through fully_shard"):
         stream_optimizer(optimizer, model)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("shard",), platform=hp_platform)
     fully_shard(model, mesh)
     with pytest.raises(
         FullyShardError, match=r"expected an optimizer with param_groups, state and step\(\), got FSDPNet"

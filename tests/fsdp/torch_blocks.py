@@ -46,7 +46,7 @@ class Net(torch.nn.Module):
 
 
 def shard_net(platform, net, **options):
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=platform)
     for block in net.blocks:
         fully_shard(block, mesh, **options)
     return fully_shard(net, mesh, **options)

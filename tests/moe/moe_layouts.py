@@ -164,7 +164,9 @@ def train(
     """
     layout = LAYOUTS[name]
     platform = get_platform()
-    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform)
+    mesh = init_device_mesh(
+        platform.device_types[0], tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform
+    )
     layer = _layer(platform, layout, mesh, num_experts, options or {}, one_expert, top_k)
     samples = _samples(layout, mesh, num_samples)
     result = Result(samples)
@@ -211,7 +213,9 @@ def train(
 def collectives_by_module(name: str, num_samples: int) -> dict[str, dict[str, list[str]]]:
     """Of one forward and backward: module -> direction -> names."""
     layout, platform = LAYOUTS[name], get_platform()
-    mesh = init_device_mesh("cpu", tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform)
+    mesh = init_device_mesh(
+        platform.device_types[0], tuple(layout.mesh.values()), mesh_dim_names=tuple(layout.mesh), platform=platform
+    )
     layer = _layer(platform, layout, mesh, 4, {}, one_expert=False)
     x = _place(platform, mesh, layout, _batch(platform, 0, num_samples)[_samples(layout, mesh, num_samples)])
     with CommDebugMode(layer, platform) as communication:

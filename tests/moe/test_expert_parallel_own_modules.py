@@ -115,7 +115,7 @@ def test_experts_of_ones_own_give_the_numbers_of_one_rank(platform, kind, style,
     parts = batches(2)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         experts = style.apply(built(platform, kind), mesh)
         init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
         found = forward_and_backward(platform, experts, *parts[mesh.get_local_rank()], by_name=by_name)
@@ -132,7 +132,7 @@ def test_own_experts_under_fully_shard_give_the_numbers_of_one_rank(platform):
     parts = batches(4)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
         experts = ExpertParallel().apply(built(platform), mesh["ep"])
         fully_shard(experts, mesh["efsdp"])
         experts.set_reduce_op_type("sum", recurse=False)
@@ -154,7 +154,7 @@ def test_fewer_experts_than_ranks_are_sharded_along_another_dimension(platform, 
         return GroupedExperts(DIM, HIDDEN, EXPERTS, bias=bias)
 
     def rank():
-        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (4, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
         experts = ExpertParallel().apply(built(platform, kind), mesh["ep"])
         dim = expert_shard_dim(EXPERTS, 2, 4)
         fully_shard(experts, mesh["efsdp"], shard_placement_fn=lambda weight: Shard(dim))
@@ -179,7 +179,7 @@ def test_own_experts_that_are_sharded_return_their_share_of_the_sum(platform):
     (rows, counts), *_ = batches(4)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("ep", "etp"), platform=platform)
         experts = ExpertTensorParallel().apply(built(platform), mesh)
         init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
         with platform.no_grad():
@@ -208,7 +208,7 @@ def test_experts_of_ones_own_in_a_layer(platform, style, mesh_shape, recompute):
     options = {"aux_losses": AuxLosses(0.1, 0.2, 0.3, 0.4), "capacity": Capacity(1.0)}
 
     def rank(own):
-        mesh = init_device_mesh("cpu", mesh_shape, platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], mesh_shape, platform=platform)
         with nn.building(platform):
             moe = MoE(DIM, HIDDEN, EXPERTS, 2, activation=product, **options)
             if own:
@@ -246,7 +246,7 @@ def test_a_rank_without_rows_is_computed_again_as_far_as_the_others(platform):
     counts = numpy.array([4] + [0] * (EXPERTS - 1))
 
     def rank(recompute):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         experts = ExpertParallel().apply(built(platform, IdleExperts), mesh)
         init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
         x, sizes = platform.from_numpy(rows.copy()), platform.from_numpy(counts.copy())
@@ -281,7 +281,7 @@ def test_weights_are_back_where_a_repetition_ends_within_the_experts(platform):
     rows = numpy.random.default_rng(3).normal(size=(EXPERTS, DIM)).astype(numpy.float32)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         experts = ExpertParallel().apply(built(platform, AskingTwice), mesh)
         init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
         found = []
@@ -321,7 +321,7 @@ def test_a_style_may_override_its_dispatch_and_combine(platform, before):
     x = numpy.random.default_rng(5).normal(size=(2, 6, DIM)).astype(numpy.float32)
 
     def layer(style):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         with nn.building(platform):
             moe = MoE(DIM, HIDDEN, EXPERTS, 2, score_before_experts=before)
         style.apply(moe, mesh["ep"])
@@ -356,7 +356,7 @@ class ThreeMethods(BaseExpertParallel):
 
 def test_a_style_may_define_the_three_methods_alone(platform):
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         with nn.building(platform):
             experts, others = GroupedExperts(DIM, HIDDEN, EXPERTS), GroupedExperts(DIM, HIDDEN, EXPERTS)
         init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
@@ -385,7 +385,7 @@ def test_a_style_may_do_without_the_default_dispatch(platform):
     (rows, counts), *_ = batches(2)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("tp",), platform=platform)
         experts = OwnWay().apply(built(platform), mesh)
         init_parameters(experts, lambda name, shape: Normal(0.5), seed=1)
         with platform.no_grad():
@@ -403,7 +403,7 @@ class WithBias(LoopExperts):
 
 def test_what_a_style_cannot_place_is_refused(platform):
     def rank():
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (1,), mesh_dim_names=("ep",), platform=platform)
         with pytest.raises(ExpertParallelError, match="WithBias also has bias: override _partition_fn"):
             ExpertParallel().apply(built(platform, WithBias), mesh)
         with nn.building(platform):

@@ -99,7 +99,7 @@ def test_the_bias_stays_float32_when_a_model_is_cast():
     parent = torch.nn.Sequential(layer).to(torch.bfloat16)
     assert layer.experts.w1.dtype == torch.bfloat16
     assert layer.expert_bias.dtype == torch.float32
-    layer(torch.randn(5, DIM).bfloat16())
+    layer(torch.randn(5, DIM).to(layer.experts.w1))
     update_expert_bias(layer)
     assert 0 < abs(layer.expert_bias - 1).max() <= 0.002
     assert parent.state_dict()["0.expert_bias"].dtype == torch.float32
@@ -121,7 +121,7 @@ def test_experts_without_tokens_take_part_in_fsdp(platform):
             return GroupedExperts(DIM, HIDDEN, EXPERTS)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("efsdp", "ep"), platform=platform)
         experts = ExpertParallel().apply(made(), mesh["ep"])
         fully_shard(experts, mesh["efsdp"])
         experts.set_reduce_op_type("sum", recurse=False)
@@ -141,7 +141,7 @@ def test_the_norm_of_gradients_counts_experts_and_the_rest_once(platform):
     """Megatron-LM 5916, DeepSpeed 8613: experts missing from the norm, or counted by every rank; meshes that differ."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("dp", "ep"), platform=platform)
         layer = built(platform, num_shared_experts=1)
         ExpertParallel().apply(layer, mesh["ep"])
         init_parameters(layer, lambda name, shape: Normal(0.5), seed=4)
@@ -160,7 +160,7 @@ def test_nothing_of_a_recomputed_step_stays_behind(platform):
     """PyTorch's all-to-all within a checkpoint held its input alive (torchtitan 1467)."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         layer = built(platform)
         ExpertParallel().apply(layer, mesh)
         x = platform.from_numpy(array(mesh.get_local_rank()))
@@ -199,7 +199,7 @@ def test_a_gathered_input_saved_as_its_shard(platform, style, dtype, length, cal
     build, sizes, names = STYLES[style]
 
     def rank(reshards):
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names, platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], sizes, mesh_dim_names=names, platform=platform)
         layer = built(platform)
         build().apply(layer, mesh)
         init_parameters(layer, lambda name, shape: Normal(0.5), seed=4)
@@ -233,7 +233,7 @@ def test_what_experts_save_beside_their_input_is_offloaded(platform):
     """The hooks of a saved shard are inside of those of the offload, and get its tensors first."""
 
     def rank(reshards):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("tp",), platform=platform)
         layer = built(platform)
         TensorParallel().apply(layer, mesh)
         init_parameters(layer, lambda name, shape: Normal(0.5), seed=4)

@@ -84,7 +84,7 @@ def made(style, shape, names, experts=None):
         layer = MoE(DIM, 4, EXPERTS, 2, bias=True)
         if experts is not None:
             layer.experts = experts()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names, platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], shape, mesh_dim_names=names, platform=platform)
     if style is not None:
         style.apply(layer, mesh)
         layer.token_mesh = mesh["ep"]

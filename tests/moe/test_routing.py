@@ -241,7 +241,7 @@ def test_noise_is_uniform_and_a_tokens_own():
 
 def test_jitter_is_the_same_on_ranks_that_shard_an_expert_and_another_on_others(platform):
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "etp"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("dp", "etp"), platform=platform)
         layer = built(platform, jitter=0.2)
         TensorParallel().apply(layer, mesh["etp"])
         layer.token_mesh = mesh["dp"]

@@ -90,7 +90,7 @@ def test_a_routing_that_does_not_fit_is_refused_before_any_row_is_sent(platform,
     def rank():
         experts = built(platform)
         if parallel:
-            ExpertParallel().apply(experts, init_device_mesh("cpu", (2,), platform=platform))
+            ExpertParallel().apply(experts, init_device_mesh(platform.device_types[0], (2,), platform=platform))
         x = platform.ops.ones((3, DIM), platform.dtype("float32"))
         with record_collectives() as log, pytest.raises(ExpertParallelError, match=message):
             experts(x, routing_of(platform, change))
@@ -109,7 +109,7 @@ def test_where_looking_would_wait_all_ranks_raise_together(platform, name, monke
     monkeypatch.setattr(hp_moe.experts, "check_inputs", lambda *args: None)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         experts = ExpertParallel().apply(built(platform), mesh)
         x = platform.ops.ones((3, DIM), platform.dtype("float32"))
         expected_message = f"routing of rank 1: {'scores' if name == 'a score' else 'expert numbers'}"
@@ -143,7 +143,7 @@ def test_ranks_raise_together_for_the_scores_of_one(torch_or, platform, dispatch
         monkeypatch.setattr(hp_moe.routing, "check_values", lambda *args: None)
 
     def rank():
-        mesh = init_device_mesh("cpu", (4,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (4,), platform=platform)
         with nn.building(platform):
             model = nn.ModuleList([MoE(DIM, 6, EXPERTS, 2)])
         ExpertParallel(dispatcher).apply(model[0], mesh)
@@ -176,7 +176,7 @@ def test_experts_of_others_are_refused_as_ours(platform, fault, num_chunks):
             return self.ops.mul(rows, 2.0)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         with nn.building(platform):
             experts = Doubled()
         ExpertParallel(num_chunks=num_chunks).apply(experts, mesh)
@@ -203,7 +203,7 @@ def test_token_ids_of_one_rank_are_refused_on_all(platform, options):
     """Capacity and losses ask all ranks before tokens are sent, also the one at fault."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         with nn.building(platform):
             layer = MoE(DIM, 6, EXPERTS, 2, hash_vocab_size=5, **options)
         ExpertParallel().apply(layer, mesh)
@@ -218,7 +218,7 @@ def test_token_ids_of_one_rank_are_refused_on_all(platform, options):
 
 def test_errors_name_layer_and_rank(platform):
     def rank():
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         with nn.building(platform):
             model = nn.ModuleList([MoE(DIM, 6, EXPERTS, 2)])
         ExpertParallel().apply(model[0], mesh)
@@ -242,7 +242,7 @@ def test_dtypes_are_not_mixed(platform):
 
 def test_meshes_that_do_not_fit(platform):
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         with nn.building(platform):
             layers = nn.ModuleList([MoE(DIM, 6, EXPERTS, 2), MoE(DIM, 6, EXPERTS, 2)])
         x = platform.ops.ones((4, DIM), platform.dtype("float32"))

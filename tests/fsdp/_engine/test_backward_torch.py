@@ -80,7 +80,9 @@ def test_an_interrupted_backward_is_noticed(hp_platform):
 
 def test_a_backward_that_is_to_be_differentiated_is_refused(hp_platform):
     net, x = Net(), batch(0).requires_grad_()
-    fully_shard(net, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform))
+    fully_shard(
+        net, init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    )
     with pytest.raises(NotImplementedError, match="create_graph=True"):
         torch.autograd.grad(net(x).sum(), x, create_graph=True)
     (grad,) = torch.autograd.grad(net(x).sum(), x)
@@ -93,7 +95,7 @@ def test_a_backward_after_one_that_failed_in_a_recomputed_module_has_gradients(h
 
     def rank():
         net = Net("around", True)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         for part in (net.first, *net.blocks):
             fully_shard(part, mesh)
         _, parameters = zip(*net.named_parameters(), strict=True)
@@ -171,7 +173,7 @@ def test_a_part_called_on_its_own_may_have_a_backward_to_its_input_inside(hp_pla
     def rank():
         plain, net = Around(), Around()
         net.load_state_dict(plain.state_dict())
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         for module in (net.blocks[0].blocks[0], net.blocks[0], net.last, net):
             fully_shard(module, mesh)
         for letter in order:
@@ -393,7 +395,7 @@ def test_hooks_are_called_and_removed_as_by_autograd(hp_platform):
 def test_hooks_for_accumulated_gradients_before_sharding_are_refused(hp_platform):
     net = Net()
     handle = net.first.weight.register_post_accumulate_grad_hook(print)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("shard",), platform=hp_platform)
     with pytest.raises(
         FullyShardError, match=r"first\.weight: hooks .* registered by register_post_accumulate_grad_hook"
     ):

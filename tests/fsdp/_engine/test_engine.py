@@ -332,7 +332,7 @@ def test_experts_on_a_mesh_of_their_own(hp_platform):
 
     def rank():
         me = current_world(hp_platform).rank
-        dense = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",), platform=hp_platform)
+        dense = init_device_mesh(hp_platform.device_types[0], (4,), mesh_dim_names=("fsdp",), platform=hp_platform)
         sparse = dense.unflatten("fsdp", (2, 2), ("efsdp", "ep"))
         with nn.building(hp_platform):
             model = Model()
@@ -373,7 +373,7 @@ def test_parameters_are_sharded_along_the_first_dimension_of_which_ranks_hold_mo
     values = numpy.arange(numpy.prod(shape), dtype=numpy.float32).reshape(shape)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2, tp), mesh_dim_names=("dp", "tp"), platform=hp_platform)
         with nn.building(hp_platform):
             model = One()
         hp_platform.copy_(model.weight, hp_platform.from_numpy(values))

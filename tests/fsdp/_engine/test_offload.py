@@ -52,7 +52,7 @@ class Logged(Communication):
 
 def _model(platform, case, **options):
     names = ("shard",) if len(case.mesh) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", case.mesh, mesh_dim_names=names, platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], case.mesh, mesh_dim_names=names, platform=platform)
     used = dataclasses.replace(case, options={**case.options, **options})
     return shard(build(platform, used), mesh, used)
 
@@ -240,7 +240,7 @@ def test_where_the_device_is_the_host_nothing_is_copied(hp_platform, monkeypatch
 
 def test_whole_parameters_are_gathered_from_the_host(hp_platform, device):
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
         model = fully_shard(build(hp_platform, CASES["fsdp"]), mesh, offload_policy=CPUOffloadPolicy())
         expected = full_value(hp_platform, model.embed.weight)
         with summon_full_params(model):
@@ -272,7 +272,7 @@ def test_nothing_still_reads_parameters_on_the_host_after_a_pass(hp_platform, de
 
 
 def test_what_cannot_be_offloaded_is_refused(hp_platform, device):
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("shard",), platform=hp_platform)
     model = build(hp_platform, CASES["fsdp"])
     with pytest.raises(FullyShardError, match=r"expected zero_stage=3.*parameters=False"):
         fully_shard(model, mesh, offload_policy=CPUOffloadPolicy(), zero_stage=2)
@@ -282,7 +282,7 @@ def test_what_cannot_be_offloaded_is_refused(hp_platform, device):
 
 def test_a_platform_that_cannot_await_gradients_refuses_them_apart(hp_platform, device, monkeypatch):
     storage = get_storage(hp_platform)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",), platform=hp_platform)
+    mesh = init_device_mesh(hp_platform.device_types[0], (1,), mesh_dim_names=("shard",), platform=hp_platform)
     monkeypatch.setattr(
         storage, "check_separate_gradients", functools.partial(ParameterStorage.check_separate_gradients, storage)
     )

@@ -390,7 +390,7 @@ def test_what_one_rank_uses_is_known_on_all_beside_parameters_of_another_mesh(hp
             return self.ops.add(y, beside) if use_branch else y
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("a", "b"), platform=hp_platform)
         turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("b", "a"), platform=hp_platform)
         with nn.building(hp_platform):
             model = Model()
@@ -429,7 +429,9 @@ def test_fsdp_tensor_and_expert_parallel_replicated_frozen_and_unused_parameters
 
     def rank():
         me = current_world(hp_platform).rank
-        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"), platform=hp_platform)
+        world = init_device_mesh(
+            hp_platform.device_types[0], (2, 2), mesh_dim_names=("shard", "tp"), platform=hp_platform
+        )
         model = build(hp_platform, case)
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel(use_local_output=True)}
         parallelize_module(model, world["tp"], plan)
@@ -465,7 +467,7 @@ def test_gradients_of_several_dtypes_have_one_norm(hp_platform):
             for index, dtype in enumerate(("float64", "float32", "float16")):
                 values = numpy.arange(5 + index).astype(dtype)
                 setattr(model, dtype, hp_platform.Parameter(hp_platform.from_numpy(values)))
-        fully_shard(model, init_device_mesh("cpu", (2,), platform=hp_platform))
+        fully_shard(model, init_device_mesh(hp_platform.device_types[0], (2,), platform=hp_platform))
         parameters = [p for _, p in hp_platform.named_parameters(model)]
         for parameter in parameters:
             hp_platform.set_grad(parameter, hp_platform.detach(parameter))
@@ -482,7 +484,7 @@ def test_gradients_of_several_dtypes_have_one_norm(hp_platform):
 
 def _stage(platform, sizes):
     """Return a linear map with gradients, sharded over the ranks of this stage, and its mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard"), platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("pp", "shard"), platform=platform)
     stage = mesh.get_local_rank("pp")
     with nn.building(platform):
         model = nn.Linear(3, sizes[stage], bias=True)
@@ -530,7 +532,7 @@ def test_copies_on_meshes_beside_count_once(hp_platform):
     case = Case((1,), num_blocks=1)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
+        mesh = init_device_mesh(hp_platform.device_types[0], (2, 2), mesh_dim_names=("dp", "tp"), platform=hp_platform)
         model = shard(build(hp_platform, case), mesh["tp"], case)
         hp_platform.backward(micro_loss(hp_platform, model, case, 0, 0, 0))
         parameters = [p for _, p in hp_platform.named_parameters(model)]

@@ -135,7 +135,7 @@ def layer_of(platform, dispatcher, mesh, dim=16):
 
 def test_all_ranks_choose_alike_by_measured_links(platform):
     def rank():
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), mesh_dim_names=("ep",), platform=platform)
         rates = DispatchRates(measure_links(mesh, num_bytes=1024, repeats=1))
         layer = layer_of(platform, functools.partial(AutoDispatcher, rates=rates), mesh)
         layer(platform.ops.ones((3, 16), platform.dtype("float32")))
@@ -147,7 +147,7 @@ def test_all_ranks_choose_alike_by_measured_links(platform):
 
 def test_auto_says_why(platform):
     def rank():
-        mesh = init_device_mesh("cpu", (4,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (4,), platform=platform)
         rates = DispatchRates(Links(latency=0.0, bandwidth={"ep": 1e9, "ep_inner": 100e9}), inner_size=2)
         layer = layer_of(platform, functools.partial(AutoDispatcher, rates=rates), mesh)
         assert layer.experts.dispatcher.reason == ""
@@ -171,7 +171,7 @@ def test_rounded_rows_are_near_and_their_gradients_exact(platform, name, dim):
     data[1, 3] = 0.0
 
     def rank(dispatcher):
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         layer = layer_of(platform, dispatcher, mesh, dim)
         x = platform.from_numpy(data[mesh.get_local_rank()])
         platform.set_requires_grad(x, True)
@@ -230,7 +230,7 @@ def test_the_host_waits_once_in_forward_and_never_in_backward(platform, dispatch
     monkeypatch.setattr(type(platform), "to_numpy", to_numpy)
 
     def rank():
-        layer = layer_of(platform, build, init_device_mesh("cpu", (4,), platform=platform))
+        layer = layer_of(platform, build, init_device_mesh(platform.device_types[0], (4,), platform=platform))
         x = platform.ops.ones((5, 16), platform.dtype("float32"))
         platform.set_requires_grad(x, True)
         me, counts = threading.get_ident(), []
@@ -254,7 +254,7 @@ def test_the_host_waits_once_in_forward_and_never_in_backward(platform, dispatch
 def test_what_cannot_be_built_is_refused(platform, build, message):
     def rank():
         with pytest.raises(ExpertParallelError, match=message):
-            build(init_device_mesh("cpu", (3,), platform=platform).get_group())
+            build(init_device_mesh(platform.device_types[0], (3,), platform=platform).get_group())
 
     run_ranks(rank, 3, platform)
 

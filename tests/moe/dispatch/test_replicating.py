@@ -118,7 +118,7 @@ def test_parameters_stay_where_they_are_and_copies_take_load(platform):
     """So checkpoints and optimizers do not know of placements; a rank with a copy keeps its tokens of that expert."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         with nn.building(platform):
             layer = MoE(4, 6, 4, 1, route_scale=2.0)
         ExpertParallel(functools.partial(ReplicatingDispatcher, slots=1)).apply(layer, mesh)
@@ -148,7 +148,7 @@ def test_copies_of_sharded_experts(platform):
     """With a sharded hidden dimension each of its ranks has its shards of the copies."""
 
     def rank(slots):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "etp"), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2, 2), mesh_dim_names=("ep", "etp"), platform=platform)
         with nn.building(platform):
             layer = MoE(4, 6, 4, 2)
         build = functools.partial(ReplicatingDispatcher, slots=1) if slots else AllToAllDispatcher
@@ -169,7 +169,7 @@ def test_copies_of_sharded_experts(platform):
 
 def test_placements_that_cannot_be_are_refused(platform):
     def rank():
-        group = init_device_mesh("cpu", (2,), platform=platform).get_group()
+        group = init_device_mesh(platform.device_types[0], (2,), platform=platform).get_group()
         with pytest.raises(ExpertParallelError, match="slots for copies of experts must be at least 0, got -1"):
             ReplicatingDispatcher(group, 4, slots=-1)
         for loads in ([1, 2, 3], [1, 2, 3, -1]):

@@ -68,7 +68,7 @@ def test_any_number_of_chunks_of_any_number_of_tokens(platform, num_tokens):
     """Fewer tokens than chunks too. Gradients of weights are sums in another order; all else is a token's own."""
 
     def rank(num_chunks):
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=num_chunks))
         me = mesh.get_local_rank()
         return stepped(platform, layer, numpy.random.default_rng(me).normal(size=(num_tokens[me], DIM)).astype("f4"))
@@ -86,7 +86,7 @@ def test_two_micro_batches_in_flight(platform, num_chunks, order):
     """As in a pipeline: both forwards come before the backwards, and neither takes the other's rows or memory."""
 
     def rank(in_flight):
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=num_chunks))
         random = numpy.random.default_rng(mesh.get_local_rank())
         inputs = [platform.from_numpy(random.normal(size=(tokens, DIM)).astype("f4")) for tokens in (5, 3)]
@@ -129,7 +129,7 @@ def test_all_chunks_are_under_way_before_the_first_is_worked_on(platform, monkey
     """By the order of events, in forward and in backward; the shared expert computes while the rows are sent."""
 
     def rank():
-        mesh = init_device_mesh("cpu", (1,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (1,), platform=platform)
         layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=2), Noted)
         log, start = layer.experts.log, RowExchange._start
 
@@ -172,7 +172,7 @@ def test_all_chunks_are_under_way_before_the_first_is_worked_on(platform, monkey
 def transfers(num_chunks):
     """The transfers of this rank in a step on a slow link."""
     platform = get_platform()
-    mesh = init_device_mesh("cpu", (2,), platform=platform)
+    mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
     layer = built(platform, mesh, functools.partial(AllToAllDispatcher, num_chunks=num_chunks), dim=64)
     tokens = numpy.random.default_rng(mesh.get_local_rank()).normal(size=(200, 64)).astype("f4")
     stepped(platform, layer, tokens)
@@ -206,7 +206,7 @@ def test_auto_chooses_chunks_and_says_why(platform, wanted):
     rates = DispatchRates(Links(latency=1e-4, bandwidth=1e5), flops=1e6)
 
     def rank():
-        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        mesh = init_device_mesh(platform.device_types[0], (2,), platform=platform)
         layer = built(platform, mesh, functools.partial(AutoDispatcher, rates=rates, num_chunks=wanted))
         tokens = numpy.random.default_rng(mesh.get_local_rank()).normal(size=(30, DIM)).astype("f4")
         return stepped(platform, layer, tokens), layer.experts.dispatcher
@@ -224,7 +224,9 @@ def test_chunks_that_cannot_be_are_refused(platform):
 
     def rank():
         with pytest.raises(ExpertParallelError, match="num_chunks must be at least 1, got 0"):
-            AllToAllDispatcher(init_device_mesh("cpu", (2,), platform=platform).group_along(), 4, num_chunks=0)
+            AllToAllDispatcher(
+                init_device_mesh(platform.device_types[0], (2,), platform=platform).group_along(), 4, num_chunks=0
+            )
 
     run_ranks(rank, 2, platform)
 
