@@ -2,7 +2,7 @@
 
 from hp_dtensor.launch.environment import RankEnvironment, from_environment, is_launched, rank_environment
 from hp_dtensor.launch.local_launch import RankPool, launch
-from hp_dtensor.launch.rank_process import Generation, current_generation, next_generation
+from hp_dtensor.launch.rank_process import Generation, current_generation, generation_has_ended, next_generation
 from hp_dtensor.launch.replacement import Replacement
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Replacement",
     "current_generation",
     "from_environment",
+    "generation_has_ended",
     "is_launched",
     "launch",
     "next_generation",

@@ -316,7 +316,8 @@ class _Member:
     def __init__(self, link: Link, setup: Setup, platform: Platform) -> None:
         self._link, self._setup, self._platform = link, setup, platform
         self.generation = Generation()
-        link.on_leave = self._abort
+        self.has_ended = False
+        link.on_leave = self._end
 
     def next_generation(self, *, hung: bool) -> Generation | None:
         self._link.send(Lost(self.generation.number, hung))
@@ -332,11 +333,10 @@ class _Member:
                 self._take_place(message)
                 continue
             if isinstance(message, Leave):
-                # Closes the connections, at which survivors fail that wait for this rank in another group.
-                self._platform.disconnect()
-                self._link.send(Left(message.generation))
+                self.leave(message)
                 continue
             assert isinstance(message, Meet), message
+            self.has_ended = False
             try:
                 self._connect(message.address)
             except (HPError, RuntimeError):
@@ -349,6 +349,11 @@ class _Member:
             self.generation = message.generation
             self._link.send(Joined(message.generation.number))
             return self.generation
+
+    def leave(self, message: Leave) -> None:
+        """Close the connections, at which survivors fail that wait for this rank in another group."""
+        self._platform.disconnect()
+        self._link.send(Left(message.generation))
 
     def _take_place(self, setup: Setup) -> None:
         """Become a rank, in a process that was started as a spare."""
@@ -367,7 +372,8 @@ class _Member:
             setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank
         )
 
-    def _abort(self) -> None:
+    def _end(self) -> None:
+        self.has_ended = True
         # The main thread may be closing the same connections; its error is the one that counts.
         with contextlib.suppress(Exception):
             self._platform.abort_collectives()
@@ -379,6 +385,11 @@ _member: _Member | None = None
 def current_generation() -> Generation | None:
     """Return the generation of this rank's job; None where dead ranks are not replaced."""
     return None if _member is None else _member.generation
+
+
+def generation_has_ended() -> bool:
+    """Return whether a rank of this generation is known to have died, for code that waits outside of collectives."""
+    return _member is not None and _member.has_ended
 
 
 def next_generation(*, hung: bool = False) -> Generation | None:
@@ -411,10 +422,16 @@ def _leave(code: int) -> NoReturn:
 
 def _serve(link: Link) -> bool:
     """Run the parent's requests until it sends None or one fails. Return whether all succeeded."""
+    has_run = False
     while (request := link.receive()) is not None:
         if isinstance(request, Leave):
-            # A rank died while this one returned. The parent finds that out from both.
+            # A rank died after this one has returned, which the parent finds out from both; or this one has joined and
+            # waits for its first request.
+            if not has_run and _member is not None:
+                _member.leave(request)
+                _member.meet()
             continue
+        has_run = True
         try:
             link.send(Returned(_run(request)))
         except BaseException as error:

@@ -57,7 +57,9 @@ class ReplacedRanks(LocalRanks):
     _generation: Generation = field(default_factory=Generation)
     _check: Callable[[], None] = lambda: None
     _close: Callable[[], None] = lambda: None
-    _num_replaced: int = 0
+    _num_deaths: int = 0
+    # Ranks whose processes have not joined yet.
+    _joining: set[int] = field(default_factory=set)
     _spares: list[Process] = field(default_factory=list)
     _stopped_since: dict[int, float] = field(default_factory=dict)
 
@@ -100,6 +102,8 @@ class ReplacedRanks(LocalRanks):
         lost: dict[int, Lost] = {}
         lost_at = 0.0
         while len(answers) < self.size:
+            # Before reading, so that a late parent has seen all deaths until then.
+            is_decided = bool(lost) and time.monotonic() - lost_at > _VERDICT_SECONDS
             for process, message in self._messages(_POLL_SECONDS):
                 if isinstance(message, Lost):
                     lost_at = lost_at if lost else time.monotonic()
@@ -108,11 +112,11 @@ class ReplacedRanks(LocalRanks):
                     answers[process.rank] = message
             self._kill_stopped()
             dead = self._dead()
-            # A rank that has returned cannot take part in a further generation.
-            if dead and answers:
-                raise self._failed()
             hung = any(each.hung for each in lost.values())
-            if lost and not hung and not dead and time.monotonic() - lost_at > _VERDICT_SECONDS:
+            # A rank that has returned cannot take part in a further generation.
+            if (dead or hung) and answers:
+                raise self._error()
+            if is_decided and not hung and not dead:
                 self._send_to(lost, Stay())
                 lost.clear()
             if dead or hung:
@@ -123,18 +127,25 @@ class ReplacedRanks(LocalRanks):
     def _replace(self, dead: list[Process], request: Run, seconds: float) -> None:
         """Form the next generation, with newcomers for the dead ranks and those that do not answer in time."""
         lost_at, newcomers, reasons = time.monotonic(), set[int](), list[str]()
+        # A hang counts as one death, that of the rank which is then killed.
+        num_counted = 0 if dead else 1
+        self._num_deaths += num_counted
         while True:
             # Ranks that a stop signal has ended are not replaced.
             self._check()
-            self._num_replaced += max(1, len(dead))
-            if self._generation.is_last:
+            num_uncounted = max(0, len(dead) - num_counted)
+            num_counted = 0 if dead else num_counted
+            self._num_deaths += num_uncounted
+            # Ranks that were killed because they hung do not end the generation that begins without them.
+            if self._generation.is_last and (num_uncounted or not dead):
                 raise self._exhausted()
             self._close()
             number = self._generation.number + 1
             reasons += [self._describe(process) for process in dead]
             fresh = {process.rank for process in dead}
             newcomers |= fresh
-            is_last = self._num_replaced > self.replacement.most
+            self._joining |= fresh
+            is_last = self._num_deaths > self.replacement.most
             names = tuple(sorted(newcomers))
             self._generation = Generation(number, names, lost_at, "; ".join(reasons), is_last)
             for process in dead:
@@ -142,45 +153,52 @@ class ReplacedRanks(LocalRanks):
             for process in dead:
                 self._respawn(process)
             self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
-            left = max(seconds, IMPORT_SECONDS if fresh else 0.0)
-            dead = self._await(number, Left, fresh, seconds, left)
+            dead = self._await(number, Left, fresh, seconds)
             if dead:
                 continue
             self._send_all(Meet(self._generation, self._serve()))
-            dead = self._await(number, Joined, (), seconds, seconds)
+            dead = self._await(number, Joined, (), seconds)
             if not dead:
                 break
+        self._joining.clear()
         self._send_to(newcomers, request)
         self._start_spares(request)
 
-    def _await(
-        self, number: int, kind: type[Left | Joined], fresh: Collection[int], seconds: float, fresh_seconds: float
-    ) -> list[Process]:
+    def _await(self, number: int, kind: type[Left | Joined], fresh: Collection[int], seconds: float) -> list[Process]:
         """Wait until all ranks have reported `kind` for a generation, or a rank dies; return the dead.
 
         Args:
             fresh: ranks that report `Imported` instead.
-            seconds, fresh_seconds: time after which a rank, or a fresh one, is killed.
+            seconds: time after which a rank is killed that is not about to import its framework.
         """
         started, missing = time.monotonic(), set(range(self.size))
-        while missing:
+        lost, lost_at = set[int](), 0.0
+        while missing or lost:
+            # Before reading, so that a late parent has seen all deaths until then.
+            is_decided = bool(lost) and time.monotonic() - lost_at > _VERDICT_SECONDS
             for process, message in self._messages(_POLL_SECONDS):
                 if isinstance(message, Imported):
                     missing -= {process.rank} & set(fresh)
                 elif isinstance(message, kind) and message.generation == number:
                     missing.discard(process.rank)
                 elif isinstance(message, Lost) and message.generation == number:
-                    # It could not join, though no rank has died.
-                    self.replacement.report(f"rank {process.rank} of {self.size} could not join the others again")
-                    self._kill(process)
+                    lost_at = lost_at if lost else time.monotonic()
+                    lost.add(process.rank)
                 elif not isinstance(message, Lost | Left | Joined):
-                    # This rank has returned, and takes part in no further generation.
-                    raise self._failed()
+                    # This rank takes part in no further generation.
+                    cause = self._generation.reason or "ranks wait for each other"
+                    raise LaunchError(f"{cause}; rank {process.rank} of {self.size} had returned before")
             self._kill_stopped()
             if dead := self._dead():
                 return dead
+            for rank in lost if is_decided else ():
+                # No rank has died.
+                self.replacement.report(f"rank {rank} of {self.size} could not join the others again; it is killed")
+                self._kill(self._processes[rank])
+            lost = set() if is_decided else lost
             for rank in missing:
-                if time.monotonic() - started > (fresh_seconds if rank in fresh else seconds):
+                imports = rank in self._joining and kind is Left
+                if time.monotonic() - started > (max(seconds, IMPORT_SECONDS) if imports else seconds):
                     self.replacement.report(f"rank {rank} of {self.size} does not answer; it is killed")
                     self._kill(self._processes[rank])
         return []
@@ -192,12 +210,11 @@ class ReplacedRanks(LocalRanks):
             LaunchError: a rank has failed otherwise.
         """
         failed = [process for process in self._processes if process.failure]
-        joined = set(range(self.size)) - set(self._generation.newcomers)
         for process in failed:
             assert process.failure is not None
             ended = process.has_ended and process.failure.signal not in _STOP_SIGNALS and not process.failure.kind
-            # A newcomer may fail where another attempt succeeds.
-            if not ended and process.rank in joined:
+            # A newcomer may fail to start where another attempt succeeds.
+            if not ended and process.rank not in self._joining:
                 raise self._failed()
         return failed
 
@@ -207,8 +224,12 @@ class ReplacedRanks(LocalRanks):
         how = failure.headline if failure.signal is None else f"has died ({signal.Signals(failure.signal).name})"
         return f"rank {process.rank} of {self.size} {how}"
 
+    def _error(self) -> LaunchError:
+        failed = any(process.failure for process in self._processes)
+        return self._failed() if failed else LaunchError("ranks wait for each other")
+
     def _exhausted(self) -> LaunchError:
-        error = self._failed() if any(p.failure for p in self._processes) else LaunchError("ranks wait for each other")
+        error = self._error()
         what = f"{error}\nmore than {self.replacement.most} ranks have died; no further one is replaced"
         return LaunchError(what, error.rank, error.kind, error.signal)
 

@@ -1,0 +1,150 @@
+"""The parent's decisions on ranks that die, hang or fail, on messages of ranks that are written here."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch import Replacement, local_ranks, rank_process, replacement
+from hp_dtensor.launch.local_ranks import Failure, Process, failure_of_end
+from hp_dtensor.launch.rank_process import Imported, Joined, Leave, Left, Lost, Meet, Returned, Run
+from hp_dtensor.launch.replacement import ReplacedRanks
+
+# A message of a rank; an exit code, negative for a signal; or the failure that it has reported.
+Event = tuple[int, Any]
+DIES, RAISES = -signal.SIGKILL, Failure("failed: ValueError: no", "", 0.0, kind="ValueError")
+END = [(0, Returned(0)), (1, Returned(1))]
+
+
+@dataclass(slots=True)
+class WrittenRanks(ReplacedRanks):
+    """Ranks whose messages come in batches from a list, and that do nothing else."""
+
+    batches: Iterator[Iterable[Event]] = field(default_factory=lambda: iter(()))
+    sent: list[Event] = field(default_factory=list)
+    killed: list[int] = field(default_factory=list)
+
+    def _spawn(self, rank: int, *, again: bool = False) -> Process:
+        # No process has this number.
+        return Process(rank, cast(Any, SimpleNamespace(pid=2**30)), cast(Any, None), None)
+
+    def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[Process, Any]]:
+        for rank, event in next(self.batches):
+            process = self._processes[rank]
+            if isinstance(event, int):
+                process.has_ended, process.failure = True, failure_of_end(event, "")
+            elif isinstance(event, Failure):
+                process.failure = event
+            else:
+                yield process, event
+
+    def _send(self, process: Process, message: Any) -> None:
+        self.sent.append((process.rank, message))
+
+    def _kill(self, process: Process) -> None:
+        self.killed.append(process.rank)
+
+    def _release(self, process: Process) -> None:
+        pass
+
+    def terminate(self) -> None:
+        pass
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> WrittenRanks:
+    monkeypatch.setattr(local_ranks, "_OTHERS_SECONDS", 0.0)
+    platform = SimpleNamespace(name="torch", serve_meeting_point=lambda host: ("", lambda: None))
+    found = WrittenRanks(cast(Any, platform), 2, replacement=Replacement(1, report=lambda text: None))
+    found._processes = [found._spawn(rank) for rank in range(2)]
+    return found
+
+
+def run(ranks: WrittenRanks, *batches: Iterable[Event]) -> list[Any]:
+    ranks.batches = iter(batches)
+    return ranks._supervise(Run("module:function", b""))
+
+
+def generation(number: int) -> list[list[Event]]:
+    """The messages of a generation in which rank 1 is a newcomer."""
+    return [[(0, Left(number)), (1, Imported())], [(0, Joined(number)), (1, Joined(number))]]
+
+
+@pytest.mark.parametrize("most", [1, 0])
+def test_a_hang_counts_once(ranks: WrittenRanks, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(replacement, "_HUNG_SECONDS", -1.0)
+    ranks.replacement = Replacement(most, report=lambda text: None)
+    hang = [[(0, Lost(0, hung=True))], [(0, Left(1))], [(1, DIES)], *generation(2)]
+    run(ranks, *hang, END)
+    assert ranks.killed == [1]
+    assert ranks._generation.is_last == (most == 0)
+    if most:
+        run(ranks, [(1, DIES)], *generation(3), END)
+    assert ranks._generation.is_last
+    for end in ((1, DIES), (0, Lost(ranks._generation.number, hung=True))):
+        with pytest.raises(LaunchError, match=rf"more than {most} ranks have died; no further one is replaced$"):
+            run(ranks, [end])
+
+
+@pytest.mark.parametrize("failure", [RAISES, 1, DIES])
+def test_a_newcomer_that_fails_is_replaced(ranks: WrittenRanks, failure: Any) -> None:
+    ranks.replacement = Replacement(3, report=lambda text: None)
+    # While it imports, and while it joins.
+    run(ranks, [(1, DIES)], [(1, failure)], generation(2)[0], [(1, failure)], *generation(3), END)
+    assert [message.generation for rank, message in ranks.sent if rank == 0 and isinstance(message, Leave)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("failure", [RAISES, -signal.SIGTERM])
+def test_an_error_of_a_former_newcomer_ends_the_job(ranks: WrittenRanks, failure: Any) -> None:
+    ranks.replacement = Replacement(5, report=lambda text: None)
+    with pytest.raises(LaunchError, match=r"^rank 1 of 2 (failed: ValueError|was killed by SIGTERM)"):
+        run(ranks, [(1, DIES)], *generation(1), [(1, failure)])
+
+
+def test_survivors_that_cannot_join_because_of_a_death_are_not_killed(ranks: WrittenRanks) -> None:
+    ranks.replacement = Replacement(2, report=lambda text: None)
+    forming = [[(1, DIES)], generation(1)[0]]
+    # In one batch, as a late parent reads them; or the death a moment later.
+    run(ranks, *forming, [(0, Lost(1)), (1, DIES)], *generation(2), END)
+    ranks._num_deaths = 0
+    number = ranks._generation.number
+    later = [[(1, DIES)], generation(number + 1)[0], [(0, Lost(number + 1))], [], [(1, DIES)]]
+    run(ranks, *later, *generation(number + 2), END)
+    assert ranks.killed == []
+
+
+def test_a_rank_that_cannot_join_without_a_death_is_killed(
+    ranks: WrittenRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacement, "_VERDICT_SECONDS", -1.0)
+    ranks.replacement = Replacement(2, report=lambda text: None)
+    again = [[(0, Imported()), (1, Left(2))], [(0, Joined(2)), (1, Joined(2))]]
+    run(ranks, [(1, DIES)], generation(1)[0], [(0, Lost(1))], [], [(0, DIES)], *again, END)
+    assert ranks.killed == [0]
+    meetings = [message.generation for rank, message in ranks.sent if rank == 0 and isinstance(message, Meet)]
+    assert [each.newcomers for each in meetings] == [(1,), (0, 1)]
+
+
+def test_a_rank_that_has_returned_cannot_go_on(ranks: WrittenRanks) -> None:
+    with pytest.raises(LaunchError, match=r"^rank 1 of 2 has died \(SIGKILL\); rank 0 of 2 had returned before$"):
+        run(ranks, [(1, DIES)], [(0, Returned(0))])
+    with pytest.raises(LaunchError, match=r"^ranks wait for each other$"):
+        run(ranks, [(0, Returned(0))], [(1, Lost(0, hung=True))])
+
+
+def test_a_newcomer_that_has_joined_leaves_before_its_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    member = SimpleNamespace(leave=calls.append, meet=lambda: calls.append("meet"))
+    monkeypatch.setattr(rank_process, "_member", member)
+    requests = iter([Leave(2), Run("os:getpid", pickle.dumps(())), Leave(3), None])
+    link = SimpleNamespace(receive=lambda: next(requests), send=lambda message: calls.append(type(message)))
+    assert rank_process._serve(cast(Any, link))
+    # After it has returned, it leaves no more.
+    assert calls == [Leave(2), "meet", Returned]
