@@ -14,6 +14,7 @@ from training_runs import CONFIG, Lab, train_rank
 
 from hp_dtensor.debug import Digest, Event, Recording
 from hp_dtensor.debug.digest import LENGTH
+from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.testing import run_ranks
 from hp_trainer.cli import diff, main
 from hp_trainer.config import load_config
@@ -80,6 +81,43 @@ def test_a_difference_has_exit_code_1_and_a_picture(config: str, trained: Any, c
     assert "B is 0.2 times A" in out
     assert "within  not narrowed: computed after forward and backward" in out
     assert "<svg" in picture.read_text()
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_a_failing_run_for_operations_leaves_the_comparison(
+    config: str, trained: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    record = diff.Side.record
+
+    def failing(side: diff.Side, folder: Path, steps: int, unit: float = 0.0, operations: Any = ()) -> Recording:
+        if operations:
+            raise RecordingError("B ended with exit code 1:\nout of memory")
+        return record(side, folder, steps, unit)
+
+    monkeypatch.setattr(diff.Side, "record", failing)
+    words = ["--steps=1", "--b.model.rms_norm_eps=1e-2", f"--record={tmp_path / 'a.gz'}"]
+    assert main(["diff", config, *words]) == 1
+    out = capsys.readouterr().out
+    assert "different from step 1, forward of layers.0.attention_norm" in out
+    assert "within  not narrowed: B ended with exit code 1:\nout of memory" in out
+    assert (tmp_path / "a.gz").is_file()
+
+
+def test_only_a_run_for_operations_gets_their_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hp-train 0.1.0 does not know it."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> Any:
+        commands.append(command)
+        raise OSError("no process")
+
+    monkeypatch.setattr(diff.subprocess, "run", run)
+    side = diff.Side(tmp_path / "run.yaml", (), "python")
+    for operations in ((), ("head",)):
+        with pytest.raises(RecordingError):
+            side.record(tmp_path, 1, operations=operations)
+    first, second = (any("record_operations" in word for word in command) for command in commands)
+    assert (first, second) == (False, True)
 
 
 @pytest.mark.usefixtures("torch_suffices")

@@ -120,8 +120,10 @@ class Side:
             ("training.record_steps", str(steps)),
             ("training.record_only", "true"),
             ("training.perturb_weights", repr(perturbation)),
-            ("training.record_operations", json.dumps(list(operations))),
         ]
+        if operations:
+            # Older versions refuse the setting, but can be compared without it.
+            settings.append(("training.record_operations", json.dumps(list(operations))))
         words = [f"--{path}={value}" for path, value in settings]
         # -P keeps the working directory off the import path.
         command = [self.python, "-P", "-m", "hp_trainer", "train", str(self.config), *words]
@@ -164,10 +166,14 @@ def diff_command(a: str, b: str | None, steps: int, to: Path | None, record: Pat
         runs = Runs(sides, Path(folder))
         recordings = runs.recordings(steps)
         found: Comparison = compare(*recordings)
+        if record is not None:
+            recordings[0].save(record)
         if found.first is not None:
-            found = runs.narrowed(found)
-    if record is not None:
-        recordings[0].save(record)
+            try:
+                found = runs.narrowed(found)
+            except RecordingError as error:
+                # The comparison is complete without it.
+                found = replace(found, operation=(f"not narrowed: {error}",))
     print(found)
     if to is not None:
         draw(found, to)
