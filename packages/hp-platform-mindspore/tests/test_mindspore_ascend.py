@@ -204,7 +204,9 @@ def test_long_sequences_are_one_call_on_ascend(on_ascend, monkeypatch):
     assert flash.calls == 1
 
 
-@pytest.mark.parametrize("why", ["float32", "width 24", "wider values", "no rows"])
+@pytest.mark.parametrize(
+    "why", ["float32", "width 24", "wider values", "no rows", "3 dimensions", "keys for all samples"]
+)
 def test_what_the_kernel_does_not_take_is_computed_by_products(on_ascend, monkeypatch, why):
     flash = FlashAttention(monkeypatch)
     dtype, width = np.float32 if why == "float32" else np.float16, 24 if why == "width 24" else 16
@@ -212,9 +214,19 @@ def test_what_the_kernel_does_not_take_is_computed_by_products(on_ascend, monkey
     arrays = [heads(seed, 1, 2, rows, width, dtype=dtype) for seed in range(3)]
     if why == "wider values":
         arrays[2] = heads(2, 1, 2, rows, 32)
+    if why == "3 dimensions":
+        arrays = [x[0] for x in arrays]
+    if why == "keys for all samples":
+        arrays[0] = heads(0, 2, 2, rows, width)
     y = on_ascend.ops.scaled_dot_product_attention(*map(on_ascend.from_numpy, arrays), is_causal=True)
-    assert y.shape == (1, 2, rows, arrays[2].shape[-1])
+    assert y.shape == (*arrays[0].shape[:-1], arrays[2].shape[-1])
     assert flash.calls == 0
+
+
+def test_the_kernel_needs_equally_many_query_heads_for_each_key_head(on_ascend):
+    query, value = (on_ascend.from_numpy(heads(0, 1, count, 3, 16)) for count in (4, 3))
+    assert on_ascend.has_fused_attention(query, query)
+    assert not on_ascend.has_fused_attention(query, value)
 
 
 def test_the_cpu_does_not_call_it(platform, monkeypatch):

@@ -55,15 +55,19 @@ _FLASH_MASK_SIZE = 2048
 
 def fits_flash_attention(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether `ops.flash_attention_score` takes these tensors, by its documentation."""
+    # The layout is [batch, heads, length, head_dim].
+    if any(x.ndim != 4 for x in (query, key, value)):
+        return False
     width = query.shape[-1]
     return (
         query.dtype in _FLASH_DTYPES
         and query.dtype == key.dtype == value.dtype
-        and key.shape[-1] == value.shape[-1] == width
+        and key.shape == value.shape == (query.shape[0], *key.shape[1:3], width)
         and width % 16 == 0
         and 0 < width <= 512
         and query.size > 0
         and key.size > 0
+        and query.shape[1] % key.shape[1] == 0
     )
 
 
