@@ -9,7 +9,7 @@ import pytest
 
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import from_environment, is_launched, rank_environment
-from hp_dtensor.launch.environment import first_host, launched_local_rank
+from hp_dtensor.launch.environment import first_host, launched_local_rank, local_rank_variable
 
 TORCHRUN = {
     "RANK": "5",
@@ -75,6 +75,17 @@ def test_the_local_rank_is_known_before_the_address(environ, variables):
     assert launched_local_rank() == 1
     environ({})
     assert launched_local_rank() == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "name"),
+    [({}, "LOCAL_RANK"), (TORCHRUN, "LOCAL_RANK"), (MSRUN, "DEVICE_ID"), (SLURM, "SLURM_LOCALID")],
+)
+def test_the_variable_of_the_local_rank_is_read(environ, variables, name):
+    """A program without a launcher may set LOCAL_RANK; a launcher's own variable has the last word."""
+    environ({**variables, "LOCAL_RANK": "2", name: "3"})
+    assert local_rank_variable() == name
+    assert launched_local_rank() == 3
 
 
 @pytest.mark.parametrize(

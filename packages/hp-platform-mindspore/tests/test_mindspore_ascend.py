@@ -89,6 +89,12 @@ def test_a_rank_whose_process_uses_the_device_of_another_one_is_refused(monkeypa
     with pytest.raises(PlatformError, match=r"already runs on device 0 of Ascend, not on 3 .* or set LOCAL_RANK=3"):
         connect(3)
     assert ("init_process_group", "hccl", 7) not in devices.calls
+    # What the error advises.
+    devices.chosen = None
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    choose_device()
+    connect(3)
+    assert devices.chosen == ("Ascend", 3)
 
 
 def test_a_rank_without_a_device_of_its_own_is_refused(monkeypatch):

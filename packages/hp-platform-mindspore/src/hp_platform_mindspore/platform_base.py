@@ -16,7 +16,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.launch.environment import device_index, launched_local_rank
+from hp_dtensor.launch.environment import device_index, launched_local_rank, local_rank_variable
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform
 
 WITHOUT_BOOL = tuple(name for name in DTYPE_NAMES if name != "bool")
@@ -78,7 +78,8 @@ ASCEND = Capabilities(
 def choose_device() -> Capabilities:
     """Set MindSpore's device to an Ascend if there is one, else to the CPU, within what `HP_DEVICE` allows.
 
-    Each rank of a launcher uses the Ascend of its local rank; a process without a launcher uses the first.
+    Each rank of a launcher uses the Ascend of its local rank. A process without a launcher uses that of `LOCAL_RANK`,
+    or the first.
 
     Raises:
         PlatformError: `HP_DEVICE` names a device that MindSpore cannot use here, or operations have run on another one.
@@ -121,7 +122,7 @@ def _set_device(target: str, index: int) -> None:
         if used != (target, index):
             environment = f"HP_DEVICE={used[0].lower().replace('ascend', 'npu')}"
             if used[0] == target:
-                environment = f"LOCAL_RANK={index} in the environment of the process"
+                environment = f"{local_rank_variable()}={index} in the environment of the process"
             raise PlatformError(
                 f"MindSpore already runs on device {used[1]} of {used[0]}, not on {index} of {target}; call "
                 f"hp_dtensor.get_platform('mindspore') before the first operation, or set {environment}"

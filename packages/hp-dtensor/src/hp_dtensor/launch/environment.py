@@ -50,13 +50,17 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
 
 
 def launched_local_rank() -> int:
-    """Return this process's rank within its machine as its launcher has set it, or 0 without a launcher.
+    """Return this process's rank within its machine as its environment has it, or 0.
 
     Ranks of `launch` know it before the address of the rendezvous, which `rank_environment` requires.
     """
-    launcher = _launcher(os.environ)
     # A value that is not a number is reported when the rank joins.
-    return 0 if launcher is None else _Variables(launcher, os.environ).number(_LOCAL_RANKS[launcher], 0)
+    return _Variables(_launcher(os.environ) or "", os.environ).number(local_rank_variable(), 0)
+
+
+def local_rank_variable() -> str:
+    """Return the variable with this process's rank within its machine: its launcher's, else `LOCAL_RANK`."""
+    return _LOCAL_RANKS[_launcher(os.environ) or "torchrun"]
 
 
 def from_environment(platform: Platform | str | None = None, timeout_seconds: float = 300.0) -> World:
@@ -106,7 +110,7 @@ def device_index(local_rank: int, num_devices: int) -> int:
     raise PlatformError(
         f"local rank {local_rank} has no device: its process sees {num_devices} ({', '.join(visible) or 'all'}). Start "
         f"at most {num_devices} ranks on this machine, or let each see all devices. If another launcher than Slurm "
-        "shows each rank a device of its own, set LOCAL_RANK=0 for all"
+        f"shows each rank a device of its own, set {local_rank_variable()}=0 for all"
     )
 
 
