@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch_rank_functions as on_rank
 from hp_dtensor.exceptions import LaunchError, PlatformError
 from hp_dtensor.launch import RankPool
 from hp_dtensor.platform.interface import DTYPE_NAMES
+from hp_platform_torch.comm.world import TorchWorld
 from hp_platform_torch.platform import TorchPlatform
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
@@ -260,3 +262,16 @@ def device_platform(monkeypatch, count, visible, slurm):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
     return platform, used
+
+
+def test_a_backend_that_cannot_abort_leaves_no_other_waiting():
+    aborted = []
+
+    def fail():
+        raise NotImplementedError("no abort")
+
+    first, second = (SimpleNamespace(abort=abort) for abort in (fail, lambda: aborted.append("second")))
+    gloo = SimpleNamespace()
+    groups = [SimpleNamespace(_connections={"cuda": first, "cpu": gloo}), SimpleNamespace(_connections={"npu": second})]
+    TorchWorld.abort(SimpleNamespace(groups=lambda: groups))
+    assert aborted == ["second"]

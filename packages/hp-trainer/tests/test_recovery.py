@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+import hp_dtensor.launch
+from hp_dtensor.exceptions import CollectiveError
 from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import LocalStorage
 from hp_trainer.config import parse_config
 from hp_trainer.launch import job, preflight
 from hp_trainer.registries import Registries
+from hp_trainer.training import recovery
 from hp_trainer.training.checkpoints import Choice
-from hp_trainer.training.recovery import Sources, choose_sources
+from hp_trainer.training.recovery import Snapshot, Sources, StateCopies, _Exchange, choose_sources
 
 Fact = dict[str, object]
 
@@ -92,6 +97,71 @@ def test_copies_or_checkpoint(
     monkeypatch.setattr(job, "find_latest", lambda storage: SimpleNamespace(checkpoint=newest))
     found = job.newest_state(Alone(), LocalStorage(tmp_path), start, sources, has_loaded=has_loaded)
     assert found == expected
+
+
+class Short(StateCopies):
+    """Copies of a rank that has no memory for the first one that it shall hold."""
+
+    has_failed = False
+
+    def memory_for(self, rank: int, number: int, size: int) -> np.ndarray:
+        if not self.has_failed:
+            self.has_failed = True
+            raise MemoryError("no memory")
+        return super().memory_for(rank, number, size)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[_Exchange, _Exchange]]:
+    """The exchanges of two ranks, of which the second one has no memory at first."""
+    found = tuple(_Exchange(kind(partner=True, interval=2)) for kind in (StateCopies, Short))
+    for rank, each in enumerate(found):
+        each.connect(rank, [other.address for other in found])
+    yield found
+    for each in found:
+        each.close()
+
+
+def test_a_copy_is_sent_again_after_a_failure(
+    pair: tuple[_Exchange, _Exchange], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.01)
+    sent = [threading.Event(), threading.Event()]
+    for number, event in enumerate(sent, start=1):
+        pair[0].send(1, Snapshot(number, b"{}", np.arange(64, dtype=np.uint8)), "held", event.set)
+    assert all(event.wait(60) for event in sent)
+    assert sorted(pair[1]._copies._held[0]) == [1, 2]
+    assert capfd.readouterr().err == (
+        "hp-train: rank 1 could not take a copy of another rank's state: MemoryError: no memory\n"
+    )
+    # Sent again, the last one does not replace the one before it, which other ranks may need.
+    pair[1]._copies.memory_for(0, 2, 64)
+    assert sorted(pair[1]._copies._held[0]) == [1, 2]
+
+
+def test_a_newcomer_does_not_wait_for_a_rank_that_has_died(
+    pair: tuple[_Exchange, _Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(CollectiveError, match=r"^rank 0 has not sent this rank its state in 0.01 s$"):
+        pair[1].receive(1, 0, 0.01)
+    monkeypatch.setattr(hp_dtensor.launch, "generation_has_ended", lambda: True)
+    with pytest.raises(CollectiveError, match=r"^a rank has died while rank 0 sent this rank its state$"):
+        pair[1].receive(1, 0, 1e6)
+
+
+def test_copies_that_never_become_complete_are_reported(
+    pair: tuple[_Exchange, _Exchange], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for each in pair:
+        each._copies._exchange = each
+        for each._copies.step in range(1, 150):
+            each._copies.agree(everywhere=False)
+    pair[0]._copies.agree(everywhere=True)
+    assert capfd.readouterr().err.splitlines() == [
+        f"hp-train: rank {rank}: the copies of step 0 are not complete after 100 steps, which a death would repeat: "
+        f"that of this rank is not in the memory of rank {1 - rank}"
+        for rank in range(2)
+    ]
 
 
 RUN = """\

@@ -92,7 +92,9 @@ class TorchWorld(World):
         for group in self.groups():
             for kind, connection in list(getattr(group, "_connections", {}).items()):
                 if BACKEND_NAMES.get(kind, "gloo") != "gloo":
-                    connection.abort()
+                    # One that cannot abort must not leave the others waiting.
+                    with contextlib.suppress(Exception):
+                        connection.abort()
 
     def close(self) -> None:
         self._closed = True

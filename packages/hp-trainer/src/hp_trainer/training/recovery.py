@@ -14,7 +14,9 @@ import queue
 import secrets
 import socket
 import struct
+import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+import hp_dtensor.launch
 from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import CollectiveError
 from hp_dtensor.platform.interface import Platform
@@ -39,6 +42,11 @@ _ALIGNMENT = 64
 _LENGTHS = struct.Struct("!QQ")
 _TOKEN_BYTES = 16
 _STORED = b"+"
+_RETRY_SECONDS = 1.0
+# Time in which the end of a generation is noticed outside of collectives.
+_POLL_SECONDS = 0.2
+# A copy that is incomplete after this many steps, or intervals, is reported.
+_LATE_STEPS, _LATE_INTERVALS = 100, 10
 
 # Where a newcomer's state comes from: the copy that its partner holds of it, or a replica's own one.
 Kind = Literal["held", "own"]
@@ -213,6 +221,13 @@ class StateCopies:
     def agree(self, *, everywhere: bool) -> None:
         """Record whether `is_complete` was True on all ranks. The same on all of them."""
         self._is_agreed = everywhere
+        num_steps, exchange = self.step - self._step, self._exchange
+        if everywhere or exchange is None or num_steps != max(_LATE_STEPS, _LATE_INTERVALS * self._interval):
+            return
+        which = "" if self.is_complete else f": that of this rank is not in the memory of rank {exchange.next_rank}"
+        if which or exchange.rank == 0:
+            what = f"the copies of step {self._step} are not complete after {num_steps} steps, which a death would repeat"
+            _report(f"rank {exchange.rank}: {what}{which}")
 
     def is_due(self, step: int) -> bool:
         """Return whether to take a snapshot after a step. The same on all ranks."""
@@ -253,11 +268,12 @@ class StateCopies:
         else:
             self._has_partners.set()
 
-    def memory_for(self, rank: int, size: int) -> np.ndarray:
+    def memory_for(self, rank: int, number: int, size: int) -> np.ndarray:
         """Return memory for a snapshot of another rank, dropping the one before the last."""
         with self._lock:
             held = self._held[rank]
-            dropped = [held.pop(each) for each in sorted(held)[:-1]]
+            # Not the last one before `number`, which may be sent again.
+            dropped = [held.pop(each) for each in sorted(each for each in held if each < number)[:-1]]
         fits = [each.data for each in dropped if each.data.nbytes == size]
         return fits[0] if fits else np.empty(size, np.uint8)
 
@@ -318,7 +334,7 @@ class _Exchange:
 
     Attributes:
         address: how other ranks reach this one, as JSON values.
-        next_rank: the partner that holds this rank's snapshots.
+        rank, next_rank: this rank, and the partner that holds its snapshots.
     """
 
     def __init__(self, copies: StateCopies) -> None:
@@ -327,14 +343,13 @@ class _Exchange:
         # Other users of this machine may connect, too.
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self.address = {"port": self._server.getsockname()[1], "token": self._token.hex()}
-        self.next_rank = 0
-        self._rank = 0
+        self.rank = self.next_rank = 0
         self._peers: list[tuple[int, bytes]] = []
         self._sockets: dict[int, socket.socket] = {}
         self._accepted: list[socket.socket] = []
         self._arrived: dict[int, Snapshot] = {}
         self._changed = threading.Condition()
-        self._is_closed = False
+        self._closed = threading.Event()
         self._outbox: queue.SimpleQueue[tuple[int, Snapshot, Kind, Callable[[], None]] | None] = queue.SimpleQueue()
         self._threads = [threading.Thread(target=self._accept, name="copies: server", daemon=True)]
         self._threads += [threading.Thread(target=self._deliver, name="copies: sender", daemon=True)]
@@ -343,7 +358,7 @@ class _Exchange:
 
     def connect(self, rank: int, facts: Sequence[Mapping[str, Any]]) -> None:
         """Set this rank and the addresses of all; connections are made on first use."""
-        self._rank, self.next_rank = rank, (rank + 1) % len(facts)
+        self.rank, self.next_rank = rank, (rank + 1) % len(facts)
         self._peers = [(fact["port"], bytes.fromhex(fact["token"])) for fact in facts]
 
     def send(self, rank: int, snapshot: Snapshot, kind: Kind, done: Callable[[], None] = lambda: None) -> None:
@@ -354,17 +369,21 @@ class _Exchange:
         """Wait for this rank's own snapshot of a number.
 
         Raises:
-            CollectiveError: it has not come in time.
+            CollectiveError: it has not come in time, or a rank has died meanwhile.
         """
+        deadline = time.monotonic() + timeout_seconds
         with self._changed:
-            self._changed.wait_for(lambda: number in self._arrived, timeout_seconds)
-            if number not in self._arrived:
-                raise CollectiveError(f"rank {holder} has not sent this rank its state in {timeout_seconds:g} s")
+            while number not in self._arrived:
+                if hp_dtensor.launch.generation_has_ended():
+                    raise CollectiveError(f"a rank has died while rank {holder} sent this rank its state")
+                if time.monotonic() > deadline:
+                    raise CollectiveError(f"rank {holder} has not sent this rank its state in {timeout_seconds:g} s")
+                self._changed.wait(_POLL_SECONDS)
             return self._arrived.pop(number)
 
     def close(self) -> None:
         """Close all connections and end the threads."""
-        self._is_closed = True
+        self._closed.set()
         self._outbox.put(None)
         with self._changed:
             sockets = [self._server, *self._sockets.values(), *self._accepted]
@@ -379,41 +398,59 @@ class _Exchange:
     def _deliver(self) -> None:
         while (message := self._outbox.get()) is not None:
             rank, snapshot, kind, done = message
-            try:
-                connection = self._sockets.get(rank) or self._connect(rank)
-                values = {"kind": kind, "rank": self._rank, "number": snapshot.number, "bytes": snapshot.data.nbytes}
-                prefix = json.dumps(values).encode()
-                connection.sendall(_LENGTHS.pack(len(prefix), len(snapshot.header)) + prefix + snapshot.header)
-                connection.sendall(snapshot.data.data)
-                if connection.recv(1) == _STORED:
+            while not self._closed.is_set():
+                try:
+                    self._send(rank, snapshot, kind)
                     done()
-            except OSError:
-                # The other rank has died, which the next collective finds.
-                return
+                    break
+                except Exception:
+                    # The other rank has died, which the next collective finds, or a machine is short of memory or of
+                    # files for a while.
+                    with self._changed:
+                        failed = self._sockets.pop(rank, None)
+                    if failed is not None:
+                        failed.close()
+                    self._closed.wait(_RETRY_SECONDS)
+
+    def _send(self, rank: int, snapshot: Snapshot, kind: Kind) -> None:
+        connection = self._sockets.get(rank) or self._connect(rank)
+        values = {"kind": kind, "rank": self.rank, "number": snapshot.number, "bytes": snapshot.data.nbytes}
+        prefix = json.dumps(values).encode()
+        connection.sendall(_LENGTHS.pack(len(prefix), len(snapshot.header)) + prefix + snapshot.header)
+        connection.sendall(snapshot.data.data)
+        if connection.recv(1) != _STORED:
+            raise ConnectionError("the connection was closed")
 
     def _connect(self, rank: int) -> socket.socket:
         port, token = self._peers[rank]
         connection = socket.create_connection((_HOST, port))
         with self._changed:
             self._sockets[rank] = connection
-            if self._is_closed:
+            if self._closed.is_set():
                 connection.close()
         connection.sendall(token)
         return connection
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
                 connection, _ = self._server.accept()
             except OSError:
-                return
+                # Closed, or too many files are open.
+                self._closed.wait(_RETRY_SECONDS)
+                continue
             with self._changed:
                 self._accepted.append(connection)
-                if self._is_closed:
+                if self._closed.is_set():
                     connection.close()
             thread = threading.Thread(target=self._read, args=(connection,), name="copies: receiver", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                _report(f"rank {self.rank} cannot receive copies now: {error}")
+                connection.close()
+                continue
             self._threads.append(thread)
-            thread.start()
 
     def _read(self, connection: socket.socket) -> None:
         try:
@@ -426,7 +463,7 @@ class _Exchange:
                 values = json.loads(prefix)
                 rank, number, size = values["rank"], values["number"], values["bytes"]
                 held = values["kind"] == "held"
-                data = self._copies.memory_for(rank, size) if held else np.empty(size, np.uint8)
+                data = self._copies.memory_for(rank, number, size) if held else np.empty(size, np.uint8)
                 snapshot = Snapshot(number, header, _read(connection, data))
                 if held:
                     self._copies.hold(rank, snapshot)
@@ -438,6 +475,10 @@ class _Exchange:
         except OSError:
             # The other rank has died or left; a snapshot of which only a part has come is dropped.
             connection.close()
+        except Exception as error:
+            # Closed, so that the other rank sends it again.
+            connection.close()
+            _report(f"rank {self.rank} could not take a copy of another rank's state: {type(error).__name__}: {error}")
 
 
 def _read(connection: socket.socket, buffer: np.ndarray) -> np.ndarray:
@@ -449,3 +490,8 @@ def _read(connection: socket.socket, buffer: np.ndarray) -> np.ndarray:
             raise ConnectionError("the connection was closed")
         view = view[count:]
     return buffer
+
+
+def _report(line: str) -> None:
+    with contextlib.suppress(OSError):
+        print(f"hp-train: {line}", file=sys.stderr, flush=True)
