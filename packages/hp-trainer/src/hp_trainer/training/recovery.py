@@ -226,7 +226,9 @@ class StateCopies:
             return
         which = "" if self.is_complete else f": that of this rank is not in the memory of rank {exchange.next_rank}"
         if which or exchange.rank == 0:
-            what = f"the copies of step {self._step} are not complete after {num_steps} steps, which a death would repeat"
+            what = (
+                f"the copies of step {self._step} are not complete after {num_steps} steps, which a death would repeat"
+            )
             _report(f"rank {exchange.rank}: {what}{which}")
 
     def is_due(self, step: int) -> bool:
