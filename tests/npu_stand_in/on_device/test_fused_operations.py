@@ -56,6 +56,15 @@ def test_the_grouped_product_never_waits_for_the_device(platform):
     assert torch.npu.host_reads() == 0
 
 
+def test_counts_do_not_wait_for_the_largest_value(platform):
+    x = torch.tensor([3, 0, 3, 1, 9, -1], device="npu")
+    with mock.patch.object(torch, "bincount", side_effect=AssertionError("reads the largest value")):
+        torch.npu.reset_peak_memory_stats()
+        counts = platform.ops.bincount(x, 5)
+        assert torch.npu.host_reads() == 0
+    assert counts.tolist() == [1, 1, 0, 2, 0]
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "dtype"),
     [((8, 6), (3, 5, 6), torch.float64), ((0, 6), (3, 5, 6), torch.float32)],

@@ -72,6 +72,11 @@ def bincount(x: Tensor, minlength: int) -> Tensor:
         # torch.bincount waits for the device to read the largest value, which decides the length of its result.
         counts = torch.histc(x.int(), minlength + 1, 0, minlength)
         return counts[:minlength].long()
+    if type(x) is Tensor and x.device.type == "npu" and minlength > 0:
+        # As on CUDA: values out of range are counted in a bin at either end, and dropped.
+        bins = torch.zeros(minlength + 2, dtype=torch.int64, device=x.device)
+        places = x.long().clamp(-1, minlength) + 1
+        return bins.scatter_add_(0, places, torch.ones_like(places))[1:-1]
     return torch.bincount(x, minlength=minlength)
 
 
