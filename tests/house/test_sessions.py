@@ -89,6 +89,33 @@ def test_accelerators_are_tested_where_there_are_any(monkeypatch, found, tested)
     assert ("nothing was tested" in said[-1]) == (not tested)
 
 
+def test_the_stand_in_for_ascend_is_tested_where_it_can_be_compiled(monkeypatch, tmp_path):
+    import noxfile
+
+    class Session:
+        posargs = ()
+
+        def skip(self, reason):
+            raise LookupError(reason)
+
+        def create_tmp(self):
+            return str(tmp_path)
+
+    ran = []
+    monkeypatch.setattr(noxfile, "full", lambda framework: tmp_path / framework)
+    monkeypatch.setattr(noxfile, "run", lambda session, python, *arguments, **named: ran.append((arguments, named)))
+    monkeypatch.setattr(noxfile.shutil, "which", lambda name: name)
+    noxfile.npu.func(Session())
+    (tests, on), (training, also_on) = ran
+    assert [each for each in tests if each.startswith("tests/") and not (workspace.ROOT / each).exists()] == []
+    assert training[:2] == (str(tmp_path / "hp-train"), noxfile.MAIN_CONFIG)
+    assert on == also_on
+    assert (workspace.ROOT / on["PYTHONPATH"] / "torch_npu").is_dir()
+    monkeypatch.setattr(noxfile.shutil, "which", lambda name: None)
+    with pytest.raises(LookupError, match="apt install g"):
+        noxfile.npu.func(Session())
+
+
 def test_siblings_are_required_with_a_floor_and_a_ceiling():
     for package in workspace.packages().values():
         for requirement in map(workspace.Requirement, package.requirements):
