@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hp_dtensor.comm.links import Links
+from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.exceptions import PlatformError
 from hp_trainer import cli
 from hp_trainer.cli import doctor
@@ -156,6 +159,21 @@ def test_a_report_does_not_name_the_machines() -> None:
     assert "secret" not in doctor._report(text, found)
     assert len(text.splitlines()) < 30
     assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("address", ["gpu17.corp.example", "10.1.2.3"])
+def test_a_report_of_a_failed_meeting_names_neither_machines_nor_the_home_folder(monkeypatch, address) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu18.corp.example")
+    monkeypatch.setenv("MASTER_ADDR", address)
+    point = MeetingPoint(1, 2, f"{address}:29500", False, 1.0)
+    errors = [socket.gaierror(), ConnectionRefusedError(), TimeoutError(), OSError("no route to 10.1.2.9:29500")]
+    text = "\n".join(f"could not reach {point.address}: {point._explain(error)}" for error in errors)
+    text += f"\ngpu18 and gpu17 differ; torch 2.13.0, cudnn 9.10.2.21, 127.0.0.1:1, {Path.home() / 'venv' / 'x.py'}:3"
+    monkeypatch.setenv("HOSTNAME", "gpu17")
+    report = doctor._report(text, None)
+    assert not re.search(rf"gpu1|corp|10\.1\.|{Path.home()}", report)
+    assert report.count("HOST:29500") == 5
+    assert "HOST and HOST differ; torch 2.13.0, cudnn 9.10.2.21, 127.0.0.1:1, ~/venv/x.py:3" in report
 
 
 def test_a_wrong_result_is_a_problem() -> None:

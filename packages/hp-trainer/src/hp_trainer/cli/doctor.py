@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import socket
 import textwrap
 import traceback
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ import yaml
 
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.launch import from_environment, is_launched, launch
+from hp_dtensor.launch.environment import first_host
 from hp_trainer._files import strict_json
 from hp_trainer.cli.commands import Command
 from hp_trainer.cli.shared import check_file_to_write
@@ -41,6 +45,8 @@ _WIDTH = 100
 _LABEL_WIDTH = 13
 _DEVICE_SUFFIXES = (".yaml", ".yml")
 _MOST_MACHINES_SHOWN = 4
+# They name a machine: the one of rank 0 for torchrun and msrun, and this one.
+_HOST_VARIABLES = ("MASTER_ADDR", "MS_SCHED_HOST", "SLURMD_NODENAME", "HOSTNAME")
 
 
 def _read_files(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Path]:
@@ -241,12 +247,29 @@ def _describe_problems(problems: list[Problem], slow: list[Problem]) -> list[str
 
 
 def _report(text: str, found: Examination | None) -> str:
-    """Return the text as Markdown, with all figures as JSON."""
+    """Return the text as Markdown, with all figures as JSON, without names of machines and the home folder."""
     parts = ["### hp-train doctor", f"```\n{text}\n```"]
     if found is not None:
         figures = strict_json(found.as_json())
         parts.append(f"<details><summary>all figures</summary>\n\n```json\n{figures}\n```\n\n</details>")
-    return "\n\n".join(parts) + "\n"
+    return _without_names("\n\n".join(parts) + "\n", found)
+
+
+def _without_names(text: str, found: Examination | None) -> str:
+    """Replace the names and addresses of machines that errors contain, and the home folder in paths."""
+    hosts = {socket.gethostname(), *(os.environ.get(name, "") for name in _HOST_VARIABLES)}
+    hosts |= {
+        first_host(os.environ.get("SLURM_STEP_NODELIST", "")),
+        *(each.host for each in (found.facts if found else ())),
+    }
+    for host in sorted(hosts - {"", "localhost", "127.0.0.1", "::1"}, key=len, reverse=True):
+        # A name is written with its domain or without it.
+        name = host if re.fullmatch(r"[\d.]+|.*:.*", host) else host.partition(".")[0]
+        text = re.sub(rf"(?<![\w.-]){re.escape(name)}(\.[\w-]+)*(?![\w-])", "HOST", text)
+    # Numbers of versions have no port.
+    text = re.sub(r"\b(?!127\.)\d+(\.\d+){3}(?=:\d)", "HOST", text)
+    home = str(Path.home())
+    return text if home == "/" else re.sub(rf"(?<!\w){re.escape(home)}(?![\w.-])", "~", text)
 
 
 def _device_file(found: Examination) -> str:
