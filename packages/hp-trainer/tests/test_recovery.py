@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from hp_trainer.config import parse_config
 from hp_trainer.launch import job, preflight
 from hp_trainer.registries import Registries
 from hp_trainer.training import recovery
-from hp_trainer.training.checkpoints import Choice
+from hp_trainer.training.checkpoints import Choice, TrainingCheckpoints
 from hp_trainer.training.recovery import Snapshot, Sources, StateCopies, _Exchange, choose_sources
 
 Fact = dict[str, object]
@@ -67,20 +68,18 @@ CHECKPOINTS = ("step-00000100", "step-00000200")
 
 
 @pytest.mark.parametrize(
-    ("start", "sources", "has_loaded", "expected"),
+    ("start", "sources", "expected"),
     [
-        # A death while the chosen checkpoint is loaded: it is loaded again, and not the newest one.
-        ((CHECKPOINTS[0], "exactly"), None, False, (None, (CHECKPOINTS[0], "exactly"))),
-        ((CHECKPOINTS[1], "without optimizer"), None, False, (None, (CHECKPOINTS[1], "without optimizer"))),
-        # Before the first copy, and before this job's first checkpoint.
-        ((CHECKPOINTS[1], "without optimizer"), None, True, (None, (CHECKPOINTS[1], "without optimizer"))),
-        # Later this job's newest one counts.
-        ((CHECKPOINTS[0], "exactly"), None, True, (None, (CHECKPOINTS[1], "newest that fits"))),
-        ((None, "newest that fits"), None, False, (None, (CHECKPOINTS[1], "newest that fits"))),
+        # Before this job's first checkpoint, the one it was started from is loaded again as the user has asked.
+        ((CHECKPOINTS[1], "without optimizer"), None, (None, (CHECKPOINTS[1], "without optimizer"))),
+        ((CHECKPOINTS[1], "exactly"), None, (None, (CHECKPOINTS[1], "exactly"))),
+        # Later the newest one of this job.
+        ((CHECKPOINTS[0], "without optimizer"), None, (None, (CHECKPOINTS[1], "newest that fits"))),
+        ((None, "newest that fits"), None, (None, (CHECKPOINTS[1], "newest that fits"))),
         # Copies of an earlier step than the newest checkpoint, of the same, and of a later one.
-        ((None, "newest that fits"), Sources(1, {}, 199), True, (None, (CHECKPOINTS[1], "newest that fits"))),
-        ((None, "exactly"), Sources(1, {}, 200), True, (Sources(1, {}, 200), (None, "exactly"))),
-        ((None, "exactly"), Sources(1, {}, 201), True, (Sources(1, {}, 201), (None, "exactly"))),
+        ((None, "newest that fits"), Sources(1, {}, 199), (None, (CHECKPOINTS[1], "newest that fits"))),
+        ((None, "exactly"), Sources(1, {}, 200), (Sources(1, {}, 200), (None, "exactly"))),
+        ((None, "exactly"), Sources(1, {}, 201), (Sources(1, {}, 201), (None, "exactly"))),
     ],
 )
 def test_copies_or_checkpoint(
@@ -88,15 +87,30 @@ def test_copies_or_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     start: tuple[str | None, Choice],
     sources: Sources | None,
-    has_loaded: bool,
     expected: object,
 ) -> None:
     for name in CHECKPOINTS:
         (tmp_path / name).mkdir()
     newest = SimpleNamespace(folder=CHECKPOINTS[1], step=200)
     monkeypatch.setattr(job, "find_latest", lambda storage: SimpleNamespace(checkpoint=newest))
-    found = job.newest_state(Alone(), LocalStorage(tmp_path), start, sources, has_loaded=has_loaded)
-    assert found == expected
+    assert job.newest_state(Alone(), LocalStorage(tmp_path), start, sources) == expected
+
+
+def test_a_damaged_checkpoint_after_the_copies_is_not_one_of_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path)
+    for name in CHECKPOINTS:
+        (tmp_path / name).mkdir()
+    sound = SimpleNamespace(folder=CHECKPOINTS[0], step=100)
+    monkeypatch.setattr(job, "find_latest", lambda storage: SimpleNamespace(checkpoint=sound))
+    copies = Sources(1, {}, 150)
+    start: tuple[str | None, Choice] = (None, "newest that fits")
+    assert job.newest_state(Alone(), storage, start, copies) == (copies, start)
+    # Or no checkpoint would be written until step 200.
+    checkpoints = cast(TrainingCheckpoints, SimpleNamespace(_storage=storage))
+    assert TrainingCheckpoints.newest_step(checkpoints, 150) == 100
+    assert TrainingCheckpoints.newest_step(checkpoints, 99) is None
 
 
 class Short(StateCopies):

@@ -231,7 +231,7 @@ def _train_rank(
         generation = _generation(config)
         if copies is not None and generation is not None and generation.number:
             storage = checkpoint_storage(run, config)
-            sources, start = newest_state(world.all, storage, start, sources, has_loaded=copies.has_loaded)
+            sources, start = newest_state(world.all, storage, start, sources)
             if sources is None:
                 copies.clear()
         checkpoint, choice = start
@@ -245,8 +245,6 @@ def _train_rank(
             if is_first:
                 report(f"loading {checkpoint}")
             trainer.resume(checkpoint, choice)
-        if copies is not None:
-            copies.has_loaded = True
     if generation is not None and generation.number and is_first:
         lost = f" in step {copies.lost_step}" if copies is not None and copies.lost_step else ""
         read = f"have read {checkpoint}" if checkpoint is not None else "start from the beginning"
@@ -265,27 +263,20 @@ def _train_rank(
 
 
 def newest_state(
-    group: Group,
-    storage: Storage,
-    start: tuple[str | None, Choice],
-    sources: Sources | None,
-    *,
-    has_loaded: bool,
+    group: Group, storage: Storage, start: tuple[str | None, Choice], sources: Sources | None
 ) -> tuple[Sources | None, tuple[str | None, Choice]]:
     """Choose between the copies in memory and the checkpoints after a death; a collective call.
 
     Args:
-        start: the checkpoint that the job was started from, and how to load it.
+        start: the checkpoint that the job was started from, the newest one then, and how to load it.
         sources: the newest copies; None: there are none.
-        has_loaded: the job has loaded `start`. Before that, newer checkpoints are those that it shall not use.
 
     Returns:
         The copies unless a checkpoint is newer, and the checkpoint to load without them.
     """
-    if not has_loaded and start[1] != "newest that fits":
-        return sources, start
     step = None if sources is None else sources.step
     newest = coordinator(group, "looking for a checkpoint", lambda: _newest_after(storage, step), CheckpointError)
+    # The choice is that of the job's first checkpoint, until it has written another one.
     if newest is None or (sources is None and newest == start[0]):
         return sources, start
     return None, (newest, "newest that fits")

@@ -56,9 +56,9 @@ class TrainingCheckpoints:
         found = find_latest(self._storage, content=content, before=before).checkpoint
         return None if found is None else found.folder
 
-    def newest_step(self) -> int | None:
-        """Return the step of the newest checkpoint by its name; None: there is none."""
-        return next((step_of(name) for name in list_checkpoints(self._storage)), None)
+    def newest_step(self, most: int) -> int | None:
+        """Return the step of the newest checkpoint by its name, at most `most`; None: there is none."""
+        return next((step for name in list_checkpoints(self._storage) if (step := step_of(name)) <= most), None)
 
     def start(self, progress: Progress, extra_state: Mapping[str, Any], *, background: bool) -> PendingSave:
         """Start a checkpoint on all ranks; it is complete after `publish`.

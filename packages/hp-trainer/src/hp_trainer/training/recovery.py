@@ -148,7 +148,6 @@ class StateCopies:
     Attributes:
         step: the step in progress, for messages.
         lost_step: the step in progress when a rank died.
-        has_loaded: this job has built its model and loaded the state to start from.
     """
 
     def __init__(self, *, partner: bool, interval: int) -> None:
@@ -162,7 +161,6 @@ class StateCopies:
         self._has_partners = threading.Event()
         self._is_agreed = False
         self.step = self.lost_step = 0
-        self.has_loaded = False
 
     def meet(self, world: World, replicas: Sequence[int]) -> Sources | None:
         """Connect to the ranks of a new generation, and choose the state to go on from; a collective call.
@@ -178,14 +176,13 @@ class StateCopies:
             held = {rank: sorted(of_rank) for rank, of_rank in self._held.items()}
         fact: dict[str, Any] = {"own": sorted(self._own), "held": held, "replicas": list(replicas)}
         fact |= {"own_steps": [self._own[number].step for number in sorted(self._own)]}
-        fact |= {"number": self._number, "step": self.step, "loaded": self.has_loaded, **exchange.address}
+        fact |= {"number": self._number, "step": self.step, **exchange.address}
         gathered = world.all.all_gather_bytes(json.dumps(fact).encode())
         facts = [json.loads(each) for each in gathered]
         exchange.connect(world.rank, facts)
         sources = choose_sources(facts)
         self._number = max(fact["number"] for fact in facts)
         self.lost_step = max(fact["step"] for fact in facts)
-        self.has_loaded = any(fact["loaded"] for fact in facts)
         self._is_agreed = False
         self._has_partners.clear()
         if sources is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -123,8 +124,8 @@ class Trainer:
         values = self._copies.restore(self.setup, sources, self.config.launch.timeout_seconds)
         self._checkpoints.load_values(values)
         self.progress = Progress(values["step"], values["samples"])
-        # Checkpoints of steps that are repeated exist, and are equal.
-        find = self._checkpoints.newest_step
+        # Not a later one, which would have been loaded if it were sound.
+        find = functools.partial(self._checkpoints.newest_step, self.progress.step)
         self._saved_at = coordinator(self.setup.mesh.world.all, "looking for checkpoints", find, TrainingError)
 
     def run(self, *, only_save: bool = False) -> int | None:
@@ -415,7 +416,7 @@ class Trainer:
         return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
 
     def _is_unsaved(self) -> bool:
-        """Return whether this step has no checkpoint yet. After a rollback or a recovery it may have one."""
+        """Return whether this step has no checkpoint yet. After a rollback it may have one."""
         return self._saved_at is None or self.progress.step > self._saved_at
 
     def _evaluation_loss(self) -> tuple[float, int]:
