@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -194,9 +195,19 @@ def test_transformers_gets_settings_for_both_sides_once(
 
 
 @pytest.mark.real_ranks
-def test_sides_are_trained_by_processes_of_their_own(config: str, hp_platform: Any, capsys: Any) -> None:
+def test_sides_are_trained_by_processes_of_their_own(
+    config: str, hp_platform: Any, capsys: Any, fork_server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["--steps=1", f"--platform={hp_platform.name}", "--launch.local_ranks=1", "--b.training.micro_batch_size=4"]
     if hp_platform.name != "torch":
         pytest.skip("one platform is enough: the platform's part is that of every run")
+    started: list[list[str]] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        started.append(command)
+        return fork_server.run(command, 300)
+
+    monkeypatch.setattr(diff.subprocess, "run", run)
     assert main(["diff", config, *words]) == 0
     assert "within rounding" in capsys.readouterr().out
+    assert len(started) == 3, "each side, and one of them with perturbed weights"
