@@ -444,7 +444,7 @@ class LaunchConfig:
 
 @section
 class FaultToleranceConfig:
-    """Recovery within a job whose local ranks die: a new process takes a rank's place, and no file is read."""
+    """Recovery within a job whose local ranks die: a new process takes a rank's place, with a copy from memory."""
 
     copies: int | None = Field(
         None,
