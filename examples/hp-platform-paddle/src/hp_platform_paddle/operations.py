@@ -10,7 +10,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
+
+from hp_platform_paddle.autograd import custom_function
 
 Tensor = paddle.Tensor
 Number = int | float | bool
@@ -193,7 +196,16 @@ def getitem(x: Tensor, index: Any) -> Tensor:
             basic.append(each)
             advanced += [] if isinstance(each, int) else [slice(None)]
     y = x if all(isinstance(each, slice) and each == slice(None) for each in basic) else _getitem(x, tuple(basic))
+    if 0 in y.shape or any(isinstance(each, Tensor) and 0 in each.shape for each in advanced):
+        return _nothing(y, tuple(advanced))
     return _getitem(y, tuple(advanced))
+
+
+def _nothing(x: Tensor, index: tuple[Any, ...]) -> Tensor:
+    """Return `x[index]`, which has no elements: Paddle gives it another shape."""
+    where = tuple(each.numpy() if isinstance(each, Tensor) else each for each in index)
+    shape = np.broadcast_to(np.False_, x.shape)[where].shape
+    return custom_function(lambda x: paddle.zeros(shape, x.dtype), lambda gradient: paddle.zeros_like(x), x)
 
 
 # Selection -----------------------------------------------------------------------------------------------

@@ -190,8 +190,9 @@ class Composition:
     def scaled_dot_product_attention(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, enable_gqa: bool = False
     ) -> Tensor:
-        groups = query.shape[1] // max(key.shape[1], 1) if enable_gqa else 1
-        if groups > 1:
+        if enable_gqa:
+            # By 1 too: ranks with other numbers of heads record the same graph.
+            groups = max(query.shape[1] // max(key.shape[1], 1), 1)
             key, value = (self.repeat_interleave(x, groups, 1) for x in (key, value))
         # Scaled before the product, which could overflow in half precision.
         scores = self.matmul(self.mul(query, query.shape[-1] ** -0.5), self.transpose(key, -2, -1))
