@@ -174,7 +174,10 @@ def getitem(x: Tensor, index: Any) -> Tensor:
 
     Paddle's gradient of both at once, as in `x[1:, None, rows]`, writes beyond its memory.
     """
-    listed = list(index) if isinstance(index, tuple) else [index]
+    listed = [
+        paddle.to_tensor(each) if isinstance(each, (list, np.ndarray)) else each
+        for each in (index if isinstance(index, tuple) else (index,))
+    ]
     known = all(each is None or each is Ellipsis or isinstance(each, (int, slice, Tensor)) for each in listed)
     if not known or not any(isinstance(each, Tensor) for each in listed):
         return _getitem(x, index)
@@ -195,10 +198,17 @@ def getitem(x: Tensor, index: Any) -> Tensor:
         else:
             basic.append(each)
             advanced += [] if isinstance(each, int) else [slice(None)]
-    y = x if all(isinstance(each, slice) and each == slice(None) for each in basic) else _getitem(x, tuple(basic))
+    present = [each for each in basic if each is not None]
+    y = x if all(isinstance(each, slice) and each == slice(None) for each in present) else _getitem(x, tuple(present))
+    if len(present) < len(basic):
+        # Not in the same call, which misplaces them where there are integers too.
+        sizes = iter([*y.shape])
+        shape = [1 if each is None else next(sizes) for each in basic if not isinstance(each, int)]
+        y = y.reshape([*shape, *sizes])
     if 0 in y.shape or any(isinstance(each, Tensor) and 0 in each.shape for each in advanced):
         return _nothing(y, tuple(advanced))
-    return _getitem(y, tuple(advanced))
+    # Of a tensor with other strides, the result may have another shape.
+    return _getitem(y.contiguous(), tuple(advanced))
 
 
 def _nothing(x: Tensor, index: tuple[Any, ...]) -> Tensor:
