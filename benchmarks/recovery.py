@@ -3,8 +3,8 @@
     python benchmarks/recovery.py [--ranks=4 --interval=10 --width=256 --rounds=5]
 
 Runs of `hp-train` on PyTorch and gloo. In one run, a copy is made in every other interval: times are medians over
-intervals with and without one. A death is survived with a spare process, by starting a process, and by starting all
-ranks again from a checkpoint of that step.
+intervals with and without one, and the time that training waits for copies is also measured alone. A death is
+survived with a spare process, by starting a process, and by starting all ranks again from a checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,18 @@ from hp_trainer.training.recovery import StateCopies
 RANK = os.environ.get("RANK")
 
 
-is_due = StateCopies.is_due
+is_due, take = StateCopies.is_due, StateCopies.take
+
+
+def timed_take(self, *arguments):
+    started = time.perf_counter()
+    take(self, *arguments)
+    if RANK == "0":
+        with Path("copies").open("a") as out:
+            out.write(f"{time.perf_counter() - started}\\n")
+
+
+StateCopies.take = timed_take
 if interval := int(os.environ.get("ALTERNATE", "0")):
     StateCopies.is_due = lambda self, step: step % (2 * interval) == 0 and is_due(self, step)
 
@@ -76,7 +87,7 @@ class Runs:
     def train(self, *settings: str, **variables: str) -> list[tuple[int, float, float]]:
         """Return step, time and processor time of rank 0 of each finished step."""
         self.number += 1
-        for name in ("steps", "died"):
+        for name in ("steps", "died", "copies"):
             (self.folder / name).unlink(missing_ok=True)
         path = os.pathsep.join([str(self.folder / "plugins"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "hp_trainer", "run", "run.yaml", f"--run.folder=out{self.number}", *settings]
@@ -130,6 +141,9 @@ def main() -> None:
         for name, one, other in zip(("time of a step", "processor time"), with_, without, strict=True):
             more = 100 * (one / other - 1)
             print(f"{name:16} without copies {other * 1e3:8.1f} ms, with copies {one * 1e3:8.1f} ms   {more:+.1f} %")
+        waits = [float(line) for line in (runs.folder / "copies").read_text().split()[1:]]
+        wait = statistics.median(waits) / options.interval
+        print(f"of a step, wait for copies   {wait * 1e3:6.1f} ms   {100 * wait / without[0]:.1f} %")
         ways = {
             "a spare process": (*copies, "--fault_tolerance.spares=1"),
             "a new process": copies,
