@@ -1,12 +1,14 @@
 """`fully_shard` on the device: simulated ranks wait for each other in backward, real ranks communicate over HCCL."""
 
+import pytest
 import torch
 from torch import nn
 
 from hp_dtensor import current_world, init_device_mesh
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
-from hp_fsdp import fully_shard
+from hp_fsdp import CPUOffloadPolicy, fully_shard, stream_optimizer
 
 
 def trained(shards=True):
@@ -40,6 +42,16 @@ def test_simulated_ranks_wait_for_each_other_in_backward(platform):
     (expected,) = run_ranks(trained, 1, platform, False)
     losses = run_ranks(trained, 2, platform, timeout_seconds=60)
     torch.testing.assert_close(mean_losses(losses), torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_offloaded_parameters_cannot_be_streamed(platform):
+    def program():
+        mesh = init_device_mesh("npu", (1,))
+        model = fully_shard(nn.Linear(3, 2).npu(), mesh=mesh, offload_policy=CPUOffloadPolicy())
+        with pytest.raises(CapabilityError, match=r"CPUOffloadPolicy\(parameters=False\)"):
+            stream_optimizer(torch.optim.AdamW(model.parameters()), model)
+
+    run_ranks(program, 1, platform)
 
 
 def drawn():

@@ -208,6 +208,9 @@ class ParameterStorage(ABC):
                 f"CPUOffloadPolicy: platform {self.platform.name!r} cannot keep shards of {device_type!r} on the host"
             )
 
+    def check_streaming(self, device_type: str) -> None:
+        """Raise `CapabilityError` if `put_data` cannot move a parameter between the host and this kind of device."""
+
     def host_buffer(self, numel: int, dtype: DType, pin_memory: bool) -> Tensor:
         """Return an uninitialised flat tensor in host memory."""
         return self.platform.empty((numel,), dtype, "cpu")

@@ -57,7 +57,8 @@ def stream_optimizer(
     Raises:
         FullyShardError: not such an optimizer (LBFGS, whose step calls the closure itself, is none); already streamed;
             or its `step` has been replaced, as learning-rate schedulers do. Create those after this call.
-        CapabilityError: the platform cannot store tensors of the model's device on the host.
+        CapabilityError: the platform cannot store tensors of the model's device on the host, or cannot move offloaded
+            parameters to it for the step.
 
     Examples:
         >>> import torch
@@ -80,6 +81,9 @@ def stream_optimizer(
     for device in {buffer.device for buffer in buffers}:
         storage.check_offload(device)
     on_device = [buffer for buffer in buffers if not storage.is_host(buffer.device)]
+    for buffer in on_device:
+        if buffer.offload.parameters:
+            storage.check_streaming(buffer.device)
     steps = [BufferStep(optimizer, buffer, offload_state, pin_memory) for buffer in on_device]
     setattr(optimizer, STEPS_ATTRIBUTE, _StreamedStep(platform, optimizer, steps))
     optimizer.__class__ = _streamed(type(optimizer))  # type: ignore[arg-type]

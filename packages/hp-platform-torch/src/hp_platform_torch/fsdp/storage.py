@@ -135,6 +135,15 @@ class TorchParameterStorage(ParameterStorage):
     def check_offload(self, device_type: str) -> None:
         """Accept every device: all accelerators of torch have streams and page-locked host memory."""
 
+    def check_streaming(self, device_type: str) -> None:
+        # Torch assigns `data` between the host and CUDA, but not between the host and a device of PrivateUse1.
+        if not torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device_type)):
+            raise CapabilityError(
+                f"stream_optimizer: torch cannot move offloaded parameters to {device_type} for the step. Without "
+                "stream_optimizer the step runs on the host; CPUOffloadPolicy(parameters=False) leaves the parameters "
+                "on the device"
+            )
+
     def host_buffer(self, numel: int, dtype: torch.dtype, pin_memory: bool) -> Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pin_memory and torch.accelerator.is_available())
 
