@@ -103,7 +103,7 @@ def test_unknown_hooks_are_refused_with_the_known_ones(install):
         plugin_manager()
     assert str(caught.value) == (
         "unknown hooks in group 'hp_dtensor': plugin 'misspelt' of distribution 'misspelt-dist' implements "
-        "'hp_platfrom'. Known hooks: hp_may_have_accelerators, hp_platform, hp_sharding_rules."
+        "'hp_platfrom'. Known hooks: hp_driver_files, hp_may_have_accelerators, hp_platform, hp_sharding_rules."
     )
 
 
@@ -127,7 +127,7 @@ def test_a_plugin_without_hooks_is_told_as_such(install, source, found):
     assert message == (
         "plugin 'empty' of distribution 'empty-dist' implements no hook of group 'hp_dtensor': expected a function "
         "with the name of a hook marked @hookimpl (hp_dtensor.hookimpl), got none in <module>"
-        f"{found}. Known hooks: hp_may_have_accelerators, hp_platform, hp_sharding_rules."
+        f"{found}. Known hooks: hp_driver_files, hp_may_have_accelerators, hp_platform, hp_sharding_rules."
     )
 
 

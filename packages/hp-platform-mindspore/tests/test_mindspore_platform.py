@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 
@@ -24,6 +25,13 @@ from hp_platform_mindspore.platform_base import ASCEND, BFLOAT16_ON_CPU, CPU, ch
 from hp_platform_mindspore.tensor.memory import decode, encode, host_view
 
 # Availability --------------------------------------------------------------------------------------------
+
+
+def test_versions_of_drivers_are_found_in_the_files_of_ascend(monkeypatch):
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/opt/cann")
+    file, version = plugin.hp_driver_files()["CANN"]
+    assert file == "/opt/cann/*-linux/ascend_toolkit_install.info"
+    assert re.search(version, "package_name=cann\nversion=9.1.0\n")[1] == "9.1.0"
 
 
 def test_loading_the_plugins_imports_no_framework():

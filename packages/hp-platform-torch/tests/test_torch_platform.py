@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,15 @@ from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.platform.interface import DTYPE_NAMES, Platform, Removable
 from hp_platform_torch import plugin
 from hp_platform_torch.platform import TorchPlatform
+
+
+def test_versions_of_drivers_are_found_in_the_files_of_their_vendors(monkeypatch):
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/opt/cann")
+    files = plugin.hp_driver_files()
+    line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan\nGCC version: 12\n"
+    assert re.search(files["NVIDIA driver"][1], line)[1] == "570.86.15"
+    assert files["CANN"][0] == "/opt/cann/*-linux/ascend_toolkit_install.info"
+    assert re.search(files["CANN"][1], "package_name=cann\nversion=9.1.0\n")[1] == "9.1.0"
 
 
 def test_the_plugin_imports_no_framework():

@@ -12,6 +12,8 @@ import pytest
 from hp_dtensor.comm.links import Links
 from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.platform import hookspecs
+from hp_dtensor.platform.plugins import PluginManager, hookimpl
 from hp_trainer import cli
 from hp_trainer.cli import doctor
 from hp_trainer.exceptions import Problem
@@ -105,16 +107,22 @@ def test_a_rank_that_computes_slower_is_named() -> None:
     assert found.startswith("devices: rank 2 computes 3 Gflop/s, others 10")
 
 
-def test_versions_of_drivers_are_read_from_the_files_of_their_vendors(tmp_path: Path, monkeypatch) -> None:
+def test_versions_of_drivers_are_read_from_the_files_that_a_platform_names(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "x86_64-linux").mkdir()
-    (tmp_path / "x86_64-linux" / "ascend_toolkit_install.info").write_text("package_name=cann\nversion=9.1.0\n")
-    driver = tmp_path / "nvidia"
-    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Tue Jan\nGCC version: 12\n")
-    patterns = {**machine._DRIVERS, "NVIDIA driver": (str(driver), machine._DRIVERS["NVIDIA driver"][1])}
-    monkeypatch.setattr(machine, "_DRIVERS", patterns)
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    versions = machine.find_versions("none")
-    assert (versions["CANN"], versions["NVIDIA driver"]) == ("9.1.0", "570.86.15")
+    (tmp_path / "x86_64-linux" / "toolkit.info").write_text("package_name=kit\nversion=9.1.0 \n")
+    (tmp_path / "driver").write_text("no number")
+
+    class Plugin:
+        @hookimpl
+        def hp_driver_files(self) -> dict[str, tuple[str, str]]:
+            files = {"kit": "*-linux/toolkit.info", "driver": "driver", "other": "none"}
+            return {name: (f"{tmp_path}/{file}", r"(?m)^version=(.+)$") for name, file in files.items()}
+
+    manager = PluginManager("hp_dtensor", hookspecs)
+    manager.register(Plugin(), "third")
+    monkeypatch.setattr(machine, "plugin_manager", lambda: manager)
+    assert machine.find_versions("third").keys() - machine.find_versions("torch").keys() == {"kit"}
+    assert machine.find_versions("third")["kit"] == "9.1.0"
 
 
 def examination(**changes) -> Examination:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MINIMUM_MINDSPORE = (2, 9)
 NUMPY_LIMIT = (2, 0)
+_VERSION_LINE = r"(?im)^version=(.+)$"
 
 
 @hookimpl
@@ -38,6 +39,17 @@ def hp_platform() -> Platform:
 def hp_may_have_accelerators() -> bool:
     """Return False if `HP_DEVICE` is cpu, or if no driver of Ascend devices is loaded."""
     return os.environ.get("HP_DEVICE") != "cpu" and any(Path("/dev").glob("davinci*"))
+
+
+# hp-dtensor 0.1.0 has no such hook.
+@hookimpl(optionalhook=True)
+def hp_driver_files() -> dict[str, tuple[str, str]]:
+    """Return the files of Ascend's driver and CANN."""
+    toolkit = os.environ.get("ASCEND_HOME_PATH") or "/usr/local/Ascend/ascend-toolkit/latest"
+    return {
+        "Ascend driver": ("/usr/local/Ascend/driver/version.info", _VERSION_LINE),
+        "CANN": (f"{toolkit}/*-linux/ascend_toolkit_install.info", _VERSION_LINE),
+    }
 
 
 @functools.cache

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 MINIMUM_TORCH = (2, 11)
+_VERSION_LINE = r"(?im)^version=(.+)$"
 
 
 @hookimpl
@@ -39,6 +40,18 @@ _DEVICE_FILES = ("nvidia*", "nvhost*", "nvgpu", "nvmap", "dxg", "kfd", "davinci*
 def hp_may_have_accelerators() -> bool:
     """Return False if `HP_DEVICE` is cpu, or if no driver of a device type that torch can use is loaded."""
     return os.environ.get("HP_DEVICE") != "cpu" and any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
+
+
+# hp-dtensor 0.1.0 has no such hook.
+@hookimpl(optionalhook=True)
+def hp_driver_files() -> dict[str, tuple[str, str]]:
+    """Return the files of NVIDIA's driver, and of Ascend's driver and CANN."""
+    toolkit = os.environ.get("ASCEND_HOME_PATH") or "/usr/local/Ascend/ascend-toolkit/latest"
+    return {
+        "NVIDIA driver": ("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
+        "Ascend driver": ("/usr/local/Ascend/driver/version.info", _VERSION_LINE),
+        "CANN": (f"{toolkit}/*-linux/ascend_toolkit_install.info", _VERSION_LINE),
+    }
 
 
 @functools.cache

@@ -30,5 +30,14 @@ def hp_may_have_accelerators() -> bool:  # type: ignore[empty-body]
 
 
 @hookspec
+def hp_driver_files() -> dict[str, tuple[str, str]]:  # type: ignore[empty-body]
+    """Return files with versions of drivers and libraries that the framework uses, without importing it.
+
+    Maps what a file describes to a glob pattern of its absolute path, and a regular expression whose first group is the
+    version. Files that do not exist, or do not match, are skipped. Optional. Since 0.2.
+    """
+
+
+@hookspec
 def hp_sharding_rules(registry: Any) -> None:
     """Register rules in the `RuleRegistry`. Called once, before the first operation on a DTensor. Since 0.1."""

@@ -17,16 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.plugins import call_each, plugin_manager
 from hp_trainer.exceptions import Problem
 
 _PACKAGES = ("hp-dtensor", "hp-fsdp", "hp-moe", "hp-trainer")
-_VERSION_LINE = r"(?im)^version=(.+)$"
-# Name -> (pattern of the file that its vendor installs, pattern of the version in it).
-_DRIVERS = {
-    "NVIDIA driver": ("/proc/driver/nvidia/version", r"Kernel Module.*?\s(\d+\.[\d.]+)"),
-    "Ascend driver": ("/usr/local/Ascend/driver/version.info", _VERSION_LINE),
-    "CANN": ("{ascend}/*-linux/ascend_toolkit_install.info", _VERSION_LINE),
-}
 _LEAST_SHARED_MEMORY = 2**30
 _LEAST_MEMORY_PER_RANK = 2 * 2**30
 # A link or a rank is reported as slow below these shares of the median.
@@ -117,14 +111,17 @@ def find_versions(platform: str) -> dict[str, str]:
     for name in names:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return versions | _driver_versions()
+    return versions | _driver_versions(platform)
 
 
-def _driver_versions() -> dict[str, str]:
-    ascend = os.environ.get("ASCEND_HOME_PATH") or "/usr/local/Ascend/ascend-toolkit/latest"
+def _driver_versions(platform: str) -> dict[str, str]:
+    # hp-dtensor 0.1.0 has no such hook; a plugin may have it all the same.
+    manager, hook = plugin_manager(), "hp_driver_files"
+    hooks = [each for each in call_each(manager, hook) if each.name == platform] if hasattr(manager.hook, hook) else []
+    files = [item for each in hooks for result in each.call() for item in result.items()]
     found = {}
-    for name, (pattern, version) in _DRIVERS.items():
-        for file in sorted(Path("/").glob(pattern.format(ascend=ascend).lstrip("/"))):
+    for name, (pattern, version) in files:
+        for file in sorted(Path("/").glob(pattern.lstrip("/"))):
             with suppress(OSError):
                 if match := re.search(version, file.read_text(errors="replace")):
                     found[name] = match[1].strip()
