@@ -57,6 +57,12 @@ def test_without_links_to_wait_for_there_is_computation_alone(degrees: dict) -> 
     assert plan(waits, degrees=degrees, **EXPERTS).time.total > time.total
 
 
+def test_a_rank_with_the_embedding_alone_computes_nothing() -> None:
+    first, last = plan(degrees={"pp": 2}, pipeline__layers=[0, 2]).times
+    assert first.products == 0 < last.products
+    assert all(math.isfinite(each.total) for each in (first, last))
+
+
 @pytest.mark.parametrize("degrees", [*LAYOUTS, {"pp": 2}])
 def test_slower_devices_take_longer(degrees: dict) -> None:
     base = plan(degrees=degrees, **EXPERTS).time

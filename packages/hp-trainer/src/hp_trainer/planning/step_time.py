@@ -187,8 +187,9 @@ def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_
     is_inside = stride * size <= device.ranks_per_node
     links = Links(device.outer_latency, device.inner_bandwidth if is_inside else device.outer_bandwidth)
     hop = links.seconds("send", ["pp"], message_bytes(shape))
+    # A rank with the embedding alone computes nothing. Its times are as good as any others.
+    input_grad, weight = ((busy - weight_grad) / forward - 1, weight_grad / forward) if forward else (1.0, 1.0)
     # Rounded to quarters, so that layouts with nearly the same times share a simulation.
-    input_grad, weight = (busy - weight_grad) / (forward or 1.0) - 1, weight_grad / (forward or 1.0)
     seconds = ActionSeconds(input_grad=round(4 * input_grad) / 4, weight_grad=round(4 * weight) / 4)
     settings = shape.config.pipeline
     share = bubble(settings.schedule, shape.dims.pp, shape.num_microbatches, settings.stages_per_rank, seconds)
