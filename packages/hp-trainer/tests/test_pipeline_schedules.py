@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -237,6 +238,12 @@ def test_dualpipe_splits_only_what_fills_its_end():
         action.kind for each in build_schedule("dualpipe_v", num_ranks=2, num_microbatches=8).actions for action in each
     ]
     assert (kinds.count(Kind.BACKWARD), kinds.count(Kind.INPUT_GRAD)) == (27, 5)
+
+
+def test_an_action_is_a_dataclass_and_equals_no_tuple():
+    action = Action(0, Kind.FORWARD, 1)
+    assert dataclasses.replace(action, kind=Kind.BACKWARD) == action.of_kind(Kind.BACKWARD) == Action.parse("0B1")
+    assert action != (0, Kind.FORWARD, 1)
 
 
 def test_a_schedule_of_ones_own_has_a_name_once():
