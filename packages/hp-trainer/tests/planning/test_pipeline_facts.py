@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from pathlib import Path
+
 import pytest
 
-from hp_trainer.pipeline import ActionSeconds
+from hp_trainer.cli.plan import load_for_planning
+from hp_trainer.exceptions import ScheduleError
+from hp_trainer.launch import layout_problems
+from hp_trainer.pipeline import ActionSeconds, Schedule, build_schedule, register_schedule, schedules
+from hp_trainer.planning.devices import find_device
 from hp_trainer.planning.pipeline import InFlight, PipelineFacts, bubble, pipeline_facts
+from hp_trainer.planning.search import search_layouts
 
 
 def facts(name: str, ranks: int, micro_batches: int, stages: int | None = None, **options: bool) -> PipelineFacts:
@@ -64,3 +73,29 @@ def test_long_steps_are_extrapolated_from_short_ones(
 def test_the_idle_time_of_a_plan_follows_from_the_times_of_its_stages(weight_grad: float, idle: float) -> None:
     seconds = ActionSeconds(input_grad=2 - weight_grad, weight_grad=weight_grad)
     assert bubble("interleaved_zero_bubble", 8, 32, 2, seconds) == pytest.approx(idle / 192)
+
+
+@pytest.mark.parametrize("batch", [16, 20])
+def test_a_registered_schedule_is_planned_with_its_own_number_of_micro_batches(
+    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
+        if num_microbatches % (4 * num_ranks):
+            raise ScheduleError("it has rounds of four")
+        return build_schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+    # A registry that is forgotten after the test.
+    monkeypatch.setattr(schedules, "_registry", functools.cache(schedules._registry.__wrapped__))
+    monkeypatch.setattr("hp_trainer.planning.pipeline.MAX_ACTIONS", 10)
+    register_schedule("fours", build)
+    (tmp_path / "run.yaml").write_text("data: {path: none.txt}\nmodel: {num_hidden_layers: 2, num_experts: null}\n")
+    settings = {"training.global_batch_size": str(batch), "training.steps": "1", "training.micro_batch_size": "1"}
+    settings |= {"pipeline.schedule": "fours", "parallel.pp": "2"}
+    config = load_for_planning(str(tmp_path / "run.yaml"), [*settings.items()]).config
+    ranking = search_layouts(config, 2, find_device("H100"), math.inf)
+    exists = batch % 8 == 0
+    for is_shortened in (True, False):
+        found = [each.what for each in layout_problems(config, 2, is_shortened=is_shortened)]
+        assert found == ([] if exists else ["it has rounds of four"])
+    assert any(plan.shape.dims.pp == 2 for plan in ranking.fitting) == exists
+    assert ("pipeline.schedule: it has rounds of four" in ranking.reasons) == (not exists)

@@ -39,6 +39,7 @@ from hp_trainer.planning import (
     ranking_as_json,
     search_layouts,
 )
+from hp_trainer.planning.advice import untried_schedules
 from hp_trainer.plugins import plugin_manager, registries
 from hp_trainer.registries import fill_registries
 from hp_trainer.run import chosen_run_folder
@@ -163,6 +164,9 @@ def plan_command(
             print("\nno setting or pair of settings makes it fit: use more ranks (--world-size), or larger devices")
         elif is_too_large:
             print(f"\n{describe_fitting(search_layouts(loaded.config, num_ranks, on, memory))}")
+        untried = untried_schedules(plan.shape) if is_too_large else []
+        if untried:
+            print(f"not tried on so many pipeline ranks: pipeline.schedule = {', '.join(untried)}")
     if to is not None:
         draw_memory(plan, memory, to)
     return 0 if plan.fits(memory) else 1
@@ -193,8 +197,7 @@ def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
 
 def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
     """Return the problems of the layout on `world_size` ranks, with hints for `--world-size`."""
-    # A schedule that works for two rounds of micro-batches works for any number of them.
-    found = layout_problems(loaded.config, world_size, 2 * loaded.config.parallel.pp)
+    found = layout_problems(loaded.config, world_size, is_shortened=True)
     named = [replace(each, hint=each.hint.replace("launch.local_ranks=", "--world-size=")) for each in found]
     return loaded.locate(named)
 

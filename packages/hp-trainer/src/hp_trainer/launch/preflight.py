@@ -84,13 +84,11 @@ def check_evaluation(config: TrainerConfig, world_size: int, registered: Registr
     return problems
 
 
-def training_problems(
-    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
-) -> Iterator[Problem]:
+def training_problems(dims: ParallelDims, config: TrainerConfig, *, is_shortened: bool = False) -> Iterator[Problem]:
     """Yield the problems of training this model and batch with valid degrees of parallelism.
 
     Args:
-        max_microbatches: as in `find_pipeline_problems`.
+        is_shortened: as in `find_pipeline_problems`.
     """
     length = config.training.sequence_length
     # Context parallelism shards any length. Without it, tensor parallel ranks need to shard the sequence evenly.
@@ -108,7 +106,7 @@ def training_problems(
     if config.training.compile and dims.cp_enabled:
         what = "context parallel attention communicates, which cannot be compiled"
         yield Problem(path="training.compile", what=what, expected="false, or parallel.cp = 1", got="true")
-    yield from find_pipeline_problems(dims, config, max_microbatches)
+    yield from find_pipeline_problems(dims, config, is_shortened=is_shortened)
 
 
 def _run_problems(config: TrainerConfig, world_size: int, registered: Registries) -> Iterator[Problem]:
@@ -146,11 +144,11 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         yield from find_memory_problems(dims, config, platform)
 
 
-def layout_problems(config: TrainerConfig, world_size: int, max_microbatches: int | None = None) -> Iterator[Problem]:
+def layout_problems(config: TrainerConfig, world_size: int, *, is_shortened: bool = False) -> Iterator[Problem]:
     """Yield the problems of a configuration's layout on `world_size` ranks.
 
     Args:
-        max_microbatches: as in `find_pipeline_problems`.
+        is_shortened: as in `find_pipeline_problems`.
     """
     yield from _idle_degrees(config)
     num_experts = getattr(config.model.options, "num_experts", None)
@@ -162,7 +160,7 @@ def layout_problems(config: TrainerConfig, world_size: int, max_microbatches: in
             hint = hint.replace("seq_len=", "training.sequence_length=")
             yield dataclasses.replace(problem, hint=hint).within("parallel")
     else:
-        yield from training_problems(dims, config, max_microbatches)
+        yield from training_problems(dims, config, is_shortened=is_shortened)
 
 
 def _idle_degrees(config: TrainerConfig) -> Iterator[Problem]:

@@ -121,14 +121,14 @@ def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -
 
 
 def find_pipeline_problems(
-    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
+    dims: ParallelDims, config: TrainerConfig, *, is_shortened: bool = False
 ) -> Iterator[Problem]:
     """Yield the problems of running this model and batch in a pipeline of `dims.pp` ranks.
 
     The schedule is built and simulated, so that one that would deadlock is rejected before a rank starts.
 
     Args:
-        max_microbatches: most micro-batches to simulate; None: all of a step.
+        is_shortened: simulate only as many micro-batches as decide whether the schedule works.
     """
     name = config.pipeline.schedule
     if name not in schedule_names():
@@ -148,20 +148,18 @@ def find_pipeline_problems(
                 hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
             )
         else:
-            yield from schedule_problems(dims, config, max_microbatches)
+            yield from schedule_problems(dims, config, is_shortened=is_shortened)
 
 
-def schedule_problems(
-    dims: ParallelDims, config: TrainerConfig, max_microbatches: int | None = None
-) -> Iterator[Problem]:
+def schedule_problems(dims: ParallelDims, config: TrainerConfig, *, is_shortened: bool = False) -> Iterator[Problem]:
     """Yield the problems of a known schedule with these ranks, and of splitting the model into its stages.
 
     Args:
-        max_microbatches: as in `find_pipeline_problems`.
+        is_shortened: as in `find_pipeline_problems`.
     """
     settings = config.pipeline
     try:
-        schedule = make_schedule(config, dims, max_microbatches)
+        schedule = make_schedule(config, dims, is_shortened=is_shortened)
     except ScheduleError as error:
         if settings.stages_per_rank is None:
             works = next(name for name in ("1f1b", "gpipe") if name != settings.schedule)

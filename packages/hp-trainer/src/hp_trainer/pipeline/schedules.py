@@ -42,6 +42,18 @@ def schedule_names() -> list[str]:
     return _registry().names()
 
 
+def repeats_itself(name: str) -> bool:
+    """Return whether a schedule repeats itself after some rounds of micro-batches, as all built-in ones do.
+
+    A registered function may return anything for another number of micro-batches.
+
+    Examples:
+        >>> repeats_itself("1f1b")
+        True
+    """
+    return name in _BUILT_IN
+
+
 def register_schedule(name: str, build: BuildSchedule) -> None:
     """Add a schedule under a name.
 

@@ -224,12 +224,17 @@ def possible_changes(plan: StepPlan) -> Iterator[Change]:
     if shape.dims.pp_enabled:
         settings = shape.config.pipeline
         more = [] if settings.stages_per_rank is None else [("pipeline.stages_per_rank", "null")]
-        others = [name for name in schedule_names() if name != settings.schedule]
-        if shape.dims.pp > MAX_SPLIT_RANKS:
-            # Each takes seconds to build, and holds at least as many activations as 1F1B.
-            others = [name for name in others if not splits_backward(name)]
+        others = [name for name in schedule_names() if name not in (settings.schedule, *untried_schedules(shape))]
         yield from (_change("pipeline.schedule", name, *more) for name in others)
     yield from _changing_results(shape)
+
+
+def untried_schedules(shape: StepShape) -> list[str]:
+    """Return the schedules that are left out for long pipelines."""
+    if shape.dims.pp <= MAX_SPLIT_RANKS:
+        return []
+    # Each takes seconds to build, and holds at least as many activations as 1F1B.
+    return [name for name in schedule_names() if name != shape.config.pipeline.schedule and splits_backward(name)]
 
 
 def _change(path: str, text: str, *more: tuple[str, str], effect: str = "") -> Change:

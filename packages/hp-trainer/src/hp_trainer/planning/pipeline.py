@@ -9,8 +9,9 @@ from typing import TypeGuard
 
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule, simulate
+from hp_trainer.pipeline.schedules import repeats_itself
 
-# A schedule with more actions is extrapolated from its first rounds, after which it repeats itself.
+# A built-in schedule with more actions is extrapolated from its first rounds, after which it repeats itself.
 MAX_ACTIONS = 4_000
 
 
@@ -71,7 +72,7 @@ def pipeline_facts(
         last = schedule.num_stages - 1
         return [(*_peaks(each, last, recomputes), *_backwards_without_forward(each)) for each in schedule.actions]
 
-    lengths, beyond = _simulated_lengths(num_ranks, num_microbatches)
+    lengths, beyond = _simulated_lengths(name, num_ranks, num_microbatches)
     of_each = [counts(number) for number in lengths]
     schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=lengths[-1], stages_per_rank=stages_per_rank)
     found = [
@@ -113,20 +114,21 @@ def bubble(
         timeline = simulate(schedule, seconds)
         return max(timeline.idle), max(timeline.busy)
 
-    lengths, beyond = _simulated_lengths(num_ranks, num_microbatches)
+    lengths, beyond = _simulated_lengths(name, num_ranks, num_microbatches)
     of_each = [times(number) for number in lengths]
     idle, busy = (b + (b - a) * beyond for a, b in zip(of_each[0], of_each[-1], strict=True))
     return max(0.0, idle) / busy if busy else 0.0
 
 
-def _simulated_lengths(num_ranks: int, num_microbatches: int) -> tuple[tuple[int, ...], float]:
+def _simulated_lengths(name: str, num_ranks: int, num_microbatches: int) -> tuple[tuple[int, ...], float]:
     """Return the micro-batches of the schedules to simulate, and how often the step from the first to the last repeats.
 
     After some rounds of micro-batches a schedule repeats itself: peaks and times grow linearly from one round to the
     next. So two short schedules give all longer ones.
     """
     rounds, rest = divmod(num_microbatches, num_ranks)
-    if rounds <= 4 or 3 * num_microbatches * num_ranks <= MAX_ACTIONS:
+    is_short = rounds <= 4 or 3 * num_microbatches * num_ranks <= MAX_ACTIONS
+    if is_short or not repeats_itself(name):
         return (num_microbatches,), 0.0
     # The first round, which is the largest, has as many micro-batches as in the long schedule.
     more = -(-rest // rounds)

@@ -20,7 +20,7 @@ from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
 from hp_trainer.planning.shapes import Memo, budget_error, unplanned_settings
 from hp_trainer.sizes import format_size
-from hp_trainer.training.pipelined import num_microbatches
+from hp_trainer.training.pipelined import checked_microbatches
 
 # Context parallelism helps with long sequences. More ranks, or fewer tokens per rank, are not searched.
 MAX_CP = 32
@@ -213,11 +213,9 @@ def layout_reasons(
     """
     if not dims.pp_enabled:
         return _reasons(training_problems(dims, config))
-    # A schedule that works for two rounds of micro-batches works for any number of them.
-    most = 2 * dims.pp
-    key = dims.pp, min(most, num_microbatches(config, dims))
+    key = dims.pp, checked_microbatches(config, dims)
     if key not in pipelines:
-        pipelines[key] = _reasons(schedule_problems(dims, config, most))
+        pipelines[key] = _reasons(schedule_problems(dims, config, is_shortened=True))
     # The other checks are those of one stage's ranks. They would list the schedule again for each layout.
     one_stage = dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
     others = _reasons(training_problems(one_stage, config))

@@ -30,6 +30,7 @@ from hp_trainer.pipeline import (
     listed_stages,
     validate,
 )
+from hp_trainer.pipeline.schedules import repeats_itself
 
 
 class SequenceSharder:
@@ -98,25 +99,32 @@ def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
     )
 
 
-def make_schedule(config: TrainerConfig, dims: ParallelDims, max_microbatches: int | None = None) -> Schedule:
+def make_schedule(config: TrainerConfig, dims: ParallelDims, *, is_shortened: bool = False) -> Schedule:
     """Build and validate the schedule of a step.
 
     Args:
-        max_microbatches: most micro-batches of the schedule; None: all of a step.
+        is_shortened: build only as many micro-batches as `checked_microbatches` returns.
 
     Raises:
         ScheduleError: the schedule does not exist for these numbers, or would deadlock.
     """
-    settings, number = config.pipeline, num_microbatches(config, dims)
+    settings = config.pipeline
     schedule = build_schedule(
         settings.schedule,
         num_ranks=dims.pp,
-        num_microbatches=number if max_microbatches is None else min(number, max_microbatches),
+        num_microbatches=(checked_microbatches if is_shortened else num_microbatches)(config, dims),
         stages_per_rank=settings.stages_per_rank,
     )
     # Simulated on the host: a schedule that deadlocks would otherwise hang all ranks until the timeout.
     validate(schedule)
     return schedule
+
+
+def checked_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
+    """Return the number of micro-batches that decides whether the schedule of a step exists and completes."""
+    number = num_microbatches(config, dims)
+    # A built-in schedule that works for two rounds of micro-batches works for any number of them.
+    return min(number, 2 * dims.pp) if repeats_itself(config.pipeline.schedule) else number
 
 
 def num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
