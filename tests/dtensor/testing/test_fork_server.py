@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -33,6 +34,12 @@ print(json.dumps({
 os.environ["B"] = "changed"
 sys.path.insert(0, "/changed")
 """
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Processes with another number of threads are not forked."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def start(server, code: str, *arguments: str, **options) -> subprocess.Popen[str]:
@@ -107,14 +114,54 @@ def test_variables_that_imports_read_need_a_new_interpreter(fork_server):
     assert about(fork_server, env={**os.environ, "OMP_NUM_THREADS": "7"})["frameworks"] == []
 
 
+THREADED = "import threading, time\nthreading.Thread(target=time.sleep, args=[1000], daemon=True).start()\n"
+ACCELERATED = (
+    "from hp_dtensor.platform.selection import get_platform\nget_platform({!r}).device_types = ('cuda', 'cpu')\n"
+)
+
+
 @pytest.mark.usefixtures("torch_suffices")
-def test_no_process_with_threads_is_forked(hp_platform, tmp_path, monkeypatch):
-    source = "import threading, time\nthreading.Thread(target=time.sleep, args=[1000], daemon=True).start()\n"
-    (tmp_path / "threaded.py").write_text(source)
+@pytest.mark.parametrize("source", [THREADED, ACCELERATED], ids=["threads", "accelerators"])
+def test_no_process_is_forked_after_imports_that_a_fork_breaks(hp_platform, tmp_path, monkeypatch, source):
+    (tmp_path / "imported.py").write_text(source.format(hp_platform.name))
     monkeypatch.syspath_prepend(tmp_path)
-    server = ForkServer(hp_platform.name, ["threaded"])
+    server = ForkServer(hp_platform.name, ["imported"])
     assert about(server)["frameworks"] == []
     server.close()
+    assert server._process.returncode == 0
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_processes_are_forked_again_after_the_end_of_the_server(hp_platform, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    server = ForkServer(hp_platform.name)
+    assert about(server)["frameworks"] == [hp_platform.name]
+    server._process.kill()
+    server._process.wait()
+    # A new interpreter, then a fork of another server.
+    assert about(server)["frameworks"] == []
+    assert about(server)["frameworks"] == [hp_platform.name]
+    server.close()
+
+
+def test_a_process_gets_signals_at_once(fork_server):
+    for _ in range(20):
+        process = start(fork_server, "input()")
+        os.killpg(process.pid, signal.SIGTERM)
+        process.communicate(timeout=100)
+        assert process.returncode == -signal.SIGTERM
+
+
+def test_a_passed_file_ends_when_a_script_closes_it(fork_server, tmp_path):
+    (tmp_path / "script.py").write_text("import os, sys\nos.close(int(sys.argv[1]))\ninput()\n")
+    reading, writing = os.pipe()
+    command = [sys.executable, str(tmp_path / "script.py"), str(writing)]
+    process = fork_server.popen(command, pass_fds=[writing], stdin=subprocess.PIPE, start_new_session=True)
+    os.close(writing)
+    assert select.select([reading], [], [], 30)[0], "the file is still open in another process"
+    os.close(reading)
+    process.communicate(b"\n", timeout=100)
+    assert process.returncode == 0
 
 
 @pytest.mark.usefixtures("torch_suffices")

@@ -2,9 +2,10 @@
 
 A new interpreter takes two to four seconds of a core to import a framework, a fork some milliseconds. Ranks and
 commands that tests start often are therefore forked. A forked process has its own environment, arguments, folder,
-files, session and random numbers, and is a child of the process that requested it. It differs from a new one in three
-things: its modules are imported already, all processes of a server have one seed of hashes, and `/proc/PID/environ`
-shows the server's environment (`environment_of` returns its own). Tests of these start a new interpreter.
+files, session and random numbers, and is a child of the process that requested it. It differs from a new one in four
+things: its modules are imported already, all processes of a server have one seed of hashes, without OMP_NUM_THREADS it
+computes with one thread, and `/proc/PID/environ` shows the server's environment (`environment_of` returns its own).
+Tests of these start a new interpreter. On an accelerator, and with another OMP_NUM_THREADS than 1, nothing is forked.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _HIGH_FD = 500  # above the numbers of files that requests name
 _PR_SET_CHILD_SUBREAPER = 36
 # Libraries read these while they are imported, so a process that wants other values cannot be forked.
 _READ_BY_IMPORTS = tuple("OMP_ MKL_ KMP_ GOMP_ GLOG_ MS_ LD_ PYTHON HP_DEVICE HP_BACKEND".split())
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -82,7 +84,8 @@ class ForkServer:
         self._platform = platform
         self._modules = modules
         # Of now, not of the first start: a test may have changed variables for its own processes.
-        self._environment = dict(os.environ)
+        # Numpy and frameworks start threads while they are imported, unless this is 1.
+        self._environment = {**os.environ, **_ONE_THREAD}
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -115,12 +118,29 @@ class ForkServer:
         if self._process is not None:
             self._process.wait()
 
-    def request(self, request: _Request, files: Sequence[int]) -> int:
-        """Return the number of a new child of this process."""
-        assert self._socket is not None
+    def request(self, request: _Request, files: Sequence[int]) -> int | None:
+        """Return the number of a new child of this process, or None if the server has died."""
         with self._lock, _adopting():
-            socket.send_fds(self._socket, [pickle.dumps(request)], files)
-            return int(self._socket.recv(64))
+            try:
+                if self._socket is None:
+                    raise BrokenPipeError
+                socket.send_fds(self._socket, [pickle.dumps(request)], files)
+                number = self._socket.recv(64)
+            except OSError:
+                number = b""
+            if not number:
+                self._forget()
+            return int(number) if number else None
+
+    def _forget(self) -> None:
+        """Give up a server that has died. The next use starts another one, except beside a forked process."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is None:
+            self._refused = True
+        else:
+            self._process.wait()
 
     def _is_ready(self) -> bool:
         with self._lock:
@@ -148,13 +168,15 @@ class ForkServer:
             ours.close()
 
     @classmethod
-    def beside(cls, imported: _Imported) -> ForkServer:
-        """Return a server for this forked process: a fork of it, before it has done anything."""
+    def beside(cls, imported: _Imported, passed: Sequence[int]) -> ForkServer:
+        """Return a server for this forked process: a fork of it without the files that were passed to it."""
         server = cls(imported.platform)
         server._environment = imported.environment
         server._socket, theirs = _socket_pair()
         if os.fork() == 0:
             server._socket.close()
+            for number in passed:
+                os.close(number)
             os.setsid()
             for number in range(3):
                 os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -197,12 +219,14 @@ class _ForkedProcess(subprocess.Popen[Any]):
             (0, 1, 2, *pass_fds),
             tuple(int(number) for number in blocked),
         )
-        try:
-            self.pid = self._server.request(request, [*standard, *pass_fds])
-            self._child_created = True
-            _record(self.pid, environment)
-        finally:
-            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        pid = self._server.request(request, [*standard, *pass_fds])
+        if pid is None:
+            super()._execute_child(args, executable, preexec_fn, close_fds, *rest)  # type: ignore[misc]
+            return
+        self.pid = pid
+        self._child_created = True
+        _record(self.pid, environment)
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 def environment_of(pid: int, records: Path) -> list[str]:
@@ -235,7 +259,7 @@ def main(fd: int, platform: str, modules: list[str]) -> None:
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     environment, path = dict(os.environ), tuple(sys.path)
-    selection.get_platform(platform)
+    selected = selection.get_platform(platform)
     for module in modules:
         importlib.import_module(module)
     # Forked processes look for plugins on their own paths.
@@ -245,6 +269,10 @@ def main(fd: int, platform: str, modules: list[str]) -> None:
     # A fork has none of the other threads, and locks that they hold would stay locked.
     if len(os.listdir("/proc/self/task")) > 1:
         channel.send(b"the imports have started threads")
+        return
+    # A forked process cannot use the driver's state that looking for devices has made.
+    if selected.device_types[0] != "cpu":
+        channel.send(b"the platform uses accelerators")
         return
     # Collections in forked processes would copy all pages of the imported modules.
     gc.collect()
@@ -261,45 +289,54 @@ def _serve(channel: socket.socket, imported: _Imported) -> NoReturn:
         data, files, _, _ = socket.recv_fds(channel, _LARGEST_REQUEST, _MOST_FILES)
         if not data:
             os._exit(0)
-        if _fork_orphan(channel):
+        request: _Request = pickle.loads(data)
+        if _fork_orphan(channel, request):
             break
         for fd in files:
             os.close(fd)
     channel.close()
-    request: _Request = pickle.loads(data)
     _become(request, files, imported)
     if request.option != "-c":
         # A command may start ranks. They are forked from this state, not from that of the command later.
-        local_ranks.start_process = ForkServer.beside(imported).popen
+        local_ranks.start_process = ForkServer.beside(imported, request.numbers[3:]).popen
     _run(request)
 
 
-def _fork_orphan(channel: socket.socket) -> bool:
-    """Fork a process whose parent is the one that asks, and report its number. Return True in the forked process."""
+def _fork_orphan(channel: socket.socket, request: _Request) -> bool:
+    """Fork a process whose parent is the one that asks, and report its number. Return True in the forked process.
+
+    When the number arrives, the process has its own session and receives signals.
+    """
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:
         between = os.getpid()
-        if (pid := os.fork()) == 0:
-            os.close(reading)
-            os.close(writing)
-            while os.getppid() == between:
-                time.sleep(0.0005)
-            return True
-        os.write(writing, str(pid).encode())
-        os._exit(0)
+        if os.fork() != 0:
+            os._exit(0)
+        os.close(reading)
+        # With the end of the process between, the one that asks becomes the parent.
+        while os.getppid() == between:
+            time.sleep(0.0005)
+        os.setsid()
+        for signum in _IGNORED:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
+        os.write(writing, str(os.getpid()).encode())
+        os.close(writing)
+        return True
     os.close(writing)
+    os.waitpid(between, 0)
     number = os.read(reading, 64)
     os.close(reading)
-    # With its end, the process that asks has become the parent.
-    os.waitpid(between, 0)
+    if not number:
+        # The process has died: the one that asks sees the end of this server.
+        os._exit(1)
     channel.send(number)
     return False
 
 
 def _become(request: _Request, files: Sequence[int], imported: _Imported) -> None:
     """Give this forked process what a new one has of its own."""
-    os.setsid()
     # Two steps, since one file may have been received under the number that another one gets.
     high = [os.dup2(fd, _HIGH_FD + i) for i, fd in enumerate(files)]
     for fd in files:
@@ -307,9 +344,6 @@ def _become(request: _Request, files: Sequence[int], imported: _Imported) -> Non
     for fd, number in zip(high, request.numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
-    for number in _IGNORED:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update({**imported.added, **request.environment})
@@ -355,7 +389,7 @@ def _program(args: Sequence[str]) -> tuple[str, str, tuple[str, ...], bool, bool
 def _alike(some: dict[str, str], others: dict[str, str]) -> bool:
     def read(environment: dict[str, str]) -> dict[str, str]:
         names = (name for name in environment if name.startswith(_READ_BY_IMPORTS) and name != "PYTHONPATH")
-        return {name: environment[name] for name in names}
+        return _ONE_THREAD | {name: environment[name] for name in names}
 
     return read(some) == read(others)
 
