@@ -75,27 +75,27 @@ def test_the_idle_time_of_a_plan_follows_from_the_times_of_its_stages(weight_gra
     assert bubble("interleaved_zero_bubble", 8, 32, 2, seconds) == pytest.approx(idle / 192)
 
 
-@pytest.mark.parametrize("batch", [16, 20])
+# Two rounds of two ranks are four micro-batches, which are no multiple of 8, but one of 4.
+@pytest.mark.parametrize(("batch", "multiple", "exists"), [(16, 8, True), (18, 4, False)])
 def test_a_registered_schedule_is_planned_with_its_own_number_of_micro_batches(
-    batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: int, multiple: int, exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> Schedule:
-        if num_microbatches % (4 * num_ranks):
-            raise ScheduleError("it has rounds of four")
+        if num_microbatches % multiple:
+            raise ScheduleError("no multiple")
         return build_schedule("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
 
     # A registry that is forgotten after the test.
     monkeypatch.setattr(schedules, "_registry", functools.cache(schedules._registry.__wrapped__))
     monkeypatch.setattr("hp_trainer.planning.pipeline.MAX_ACTIONS", 10)
-    register_schedule("fours", build)
+    register_schedule(f"multiples of {multiple}", build)
     (tmp_path / "run.yaml").write_text("data: {path: none.txt}\nmodel: {num_hidden_layers: 2, num_experts: null}\n")
     settings = {"training.global_batch_size": str(batch), "training.steps": "1", "training.micro_batch_size": "1"}
-    settings |= {"pipeline.schedule": "fours", "parallel.pp": "2"}
+    settings |= {"pipeline.schedule": f"multiples of {multiple}", "parallel.pp": "2"}
     config = load_for_planning(str(tmp_path / "run.yaml"), [*settings.items()]).config
     ranking = search_layouts(config, 2, find_device("H100"), math.inf)
-    exists = batch % 8 == 0
     for is_shortened in (True, False):
         found = [each.what for each in layout_problems(config, 2, is_shortened=is_shortened)]
-        assert found == ([] if exists else ["it has rounds of four"])
+        assert found == ([] if exists else ["no multiple"])
     assert any(plan.shape.dims.pp == 2 for plan in ranking.fitting) == exists
-    assert ("pipeline.schedule: it has rounds of four" in ranking.reasons) == (not exists)
+    assert ("pipeline.schedule: no multiple" in ranking.reasons) == (not exists)
