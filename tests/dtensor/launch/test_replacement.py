@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 import rank_programs
 
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.launch import Replacement, launch
+from hp_dtensor.launch.local_ranks import state_of
+from hp_dtensor.launch.replacement import ReplacedRanks
 
 pytestmark = pytest.mark.real_ranks
 
@@ -38,6 +41,29 @@ def test_ranks_are_replaced(platform):
     assert "rank 0 of 4 has died (SIGKILL); another process takes its place" in lines
     assert "rank 1 of 4 has died (SIGABRT); another process takes its place" in lines
     assert "rank 2 of 4 has been stopped for 0.3 s, as by SIGSTOP; it is killed" in lines
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGKILL, "Z"), (signal.SIGSTOP, "T")])
+def test_a_spare_that_has_ended_or_is_stopped_counts_as_no_death(platform, monkeypatch, number, state):
+    lines, respawn = [], ReplacedRanks._respawn
+
+    def signal_spare_first(ranks, process):
+        (spare,) = ranks._spares
+        spare.signal(number)
+        while state_of(spare) != state:
+            time.sleep(0.01)
+        respawn(ranks, process)
+
+    monkeypatch.setattr(ReplacedRanks, "_respawn", signal_spare_first)
+    rules = Replacement(1, report=lines.append, spares=1)
+    signals = {"0:0": signal.SIGKILL}
+    found = launch(rank_programs.total_through_deaths, (platform.name, signals), 2, platform, replacement=rules)
+    assert [generations for _, generations in found] == [[1], [0, 1]]
+    assert lines == [
+        "rank 0 of 2 has died (SIGKILL); another process takes its place",
+        "a spare process has ended or is stopped; it is not used",
+    ]
 
 
 def test_deaths_are_counted_and_other_errors_are_not_survived(platform):

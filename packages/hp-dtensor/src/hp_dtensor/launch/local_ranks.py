@@ -34,7 +34,7 @@ _STACK_SECONDS = 10.0  # maximal time for the ranks to write their stacks
 _END_SECONDS = 10.0  # maximal time from a closed pipe to the end of the process, which may have to free much memory
 STOPPED = ("T",)  # states of proc(5)
 _STOPPED_STATES = (*STOPPED, "t")  # or by a debugger
-_SILENT_STATES = (*_STOPPED_STATES, "Z", "X")  # stopped or ended
+SILENT_STATES = (*_STOPPED_STATES, "Z", "X")  # stopped or ended
 _TAIL_LINES = 30
 _TAIL_BYTES = 20_000
 # faulthandler writes the main thread last, and this is its outermost frame: the dump is complete after it.
@@ -304,7 +304,7 @@ class LocalRanks:
             begins = [
                 (process, begin)
                 for process, begin in begins
-                if _LAST_FRAME not in process.end_of_output(begin) and state_of(process) not in _SILENT_STATES
+                if _LAST_FRAME not in process.end_of_output(begin) and state_of(process) not in SILENT_STATES
             ]
             time.sleep(0.02)
 

@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor.exceptions import LaunchError
-from hp_dtensor.launch.local_ranks import IMPORT_SECONDS, STOPPED, LocalRanks, Process, interrupts_blocked, state_of
+from hp_dtensor.launch.local_ranks import (
+    IMPORT_SECONDS,
+    SILENT_STATES,
+    STOPPED,
+    LocalRanks,
+    Process,
+    interrupts_blocked,
+    state_of,
+)
 from hp_dtensor.launch.rank_process import HOST, Generation, Imported, Joined, Leave, Left, Lost, Meet, Run, Setup, Stay
 
 _POLL_SECONDS = 0.5
@@ -37,7 +45,8 @@ class Replacement:
             (`Generation.is_last`).
         stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
         report: called with messages for the user.
-        spares: processes that have imported everything and wait, so that a newcomer needs no start.
+        spares: processes that have imported everything and wait, so that a newcomer needs no start. While they import,
+            RANK and LOCAL_RANK are -1; they get those of the rank with its place.
     """
 
     most: int
@@ -250,16 +259,27 @@ class ReplacedRanks(LocalRanks):
 
     def _respawn(self, process: Process) -> None:
         self._release(process)
-        if not self._spares:
+        spare = self._take_spare()
+        if spare is None:
             with interrupts_blocked():
                 started = self._processes[process.rank] = self._spawn(process.rank, again=True)
             self._set_up(started)
             return
-        spare = self._processes[process.rank] = self._spares.pop(0)
+        self._processes[process.rank] = spare
         spare.rank, spare.output = process.rank, self.output.file_of(process.rank, again=True)
         # Through this process, because the file may have no name.
         log = "" if spare.output is None else f"/proc/{os.getpid()}/fd/{spare.output.fileno()}"
         self._set_up(spare, log=log)
+
+    def _take_spare(self) -> Process | None:
+        """Return a spare process that runs. The end of others is no death of a rank."""
+        while self._spares:
+            spare = self._spares.pop(0)
+            if state_of(spare) not in SILENT_STATES:
+                return spare
+            self.replacement.report("a spare process has ended or is stopped; it is not used")
+            self._release(spare)
+        return None
 
     def _start_spares(self, request: Run) -> None:
         while len(self._spares) < self.replacement.spares:
