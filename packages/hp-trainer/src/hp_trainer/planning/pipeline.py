@@ -163,21 +163,20 @@ def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[floa
         All pairs, pending ones, all pairs of the last stage, pending ones of the last stage: at the peak before the
         first gradients of weights exist, then the same four afterwards.
     """
-    live: list[Action] = []
-    pending: list[Action] = []
+    live: set[tuple[int, int]] = set()
+    pending: set[tuple[int, int]] = set()
     peaks: list[tuple[float, ...]] = [(0, 0, 0, 0), (0, 0, 0, 0)]
     has_gradients = False
     for action in actions:
-        # Actions of one (stage, micro-batch) pair compare equal by their forward.
-        each = action.of_kind(Kind.FORWARD)
+        each = action.stage, action.microbatch
         splits = not recomputes and action.stage > 0
         if action.kind is Kind.FORWARD:
-            live.append(each)
+            live.add(each)
         elif action.kind is Kind.INPUT_GRAD and splits:
-            pending.append(each)
+            pending.add(each)
         before = peaks[has_gradients]
         if len(live) + len(pending) / 2 > before[0] + before[1] / 2:
-            of_last = [[one.stage for one in held].count(last) for held in (live, pending)]
+            of_last = [sum(stage == last for stage, _ in held) for held in (live, pending)]
             peaks[has_gradients] = len(live), len(pending), *of_last
         if action.kind is Kind.WEIGHT_GRAD and splits:
             pending.remove(each)
