@@ -1,6 +1,6 @@
 """Recovery from the death of a rank: what copies cost per step, and the time from a death to the next finished step.
 
-    python benchmarks/recovery.py [--ranks=4 --interval=10 --width=256 --rounds=5]
+    python benchmarks/recovery.py [--ranks=4 --interval=10 --width=256 --rounds=5 --wait=30]
 
 Runs of `hp-train` on PyTorch and gloo. In one run, a copy is made in every other interval: times are medians over
 intervals with and without one, and the time that training waits for copies is also measured alone. A death is
@@ -49,6 +49,8 @@ if interval := int(os.environ.get("ALTERNATE", "0")):
 def hp_before_step(record):
     # In the step after the one in which a copy was started.
     if f"{RANK}:{record.step}" == os.environ.get("DIES") and not Path("died").exists():
+        # A spare process, started with this one, is ready after its imports.
+        time.sleep(float(os.environ.get("WAITS", "0")))
         Path("died").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -113,10 +115,13 @@ class Runs:
         return with_, without
 
     def seconds_to_recover(self, *settings: str) -> float:
-        """Return the time from a death to the end of the step in which it happened."""
+        """Return the time from a death to the end of the step in which it happened.
+
+        The rank that dies waits before, long enough for a spare process to be ready.
+        """
         step = self.options.interval + 2
         dies = f"{self.options.ranks - 1}:{step}"
-        times = self.train(*settings, f"--training.steps={step + 1}", DIES=dies)
+        times = self.train(*settings, f"--training.steps={step + 1}", DIES=dies, WAITS=str(self.options.wait))
         died = float((self.folder / "died").read_text())
         return min(when for number, when, _ in times if number == step and when > died) - died
 
@@ -130,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("ranks", 4), ("interval", 10), ("width", 256), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--wait", type=float, default=30.0, help="seconds in which a spare process gets ready")
     options = parser.parse_args()
     copies = ("--fault_tolerance.copies=1", f"--fault_tolerance.interval={options.interval}")
     file = (f"--checkpoint.interval={options.interval}", "--checkpoint.keep=1")
