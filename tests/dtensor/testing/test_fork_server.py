@@ -98,6 +98,8 @@ def test_the_end_of_a_process_is_reported(fork_server, code, expected):
     _, err = process.communicate(timeout=100)
     assert process.returncode == expected
     assert ("ValueError: reported" in err) == (expected == 1)
+    # No report of leaks, which some extensions write when the interpreter ends.
+    assert expected == 1 or err == ""
 
 
 def test_the_environment_of_a_forked_process_is_recorded(fork_server, tmp_path):

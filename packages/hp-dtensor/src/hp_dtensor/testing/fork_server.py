@@ -10,6 +10,7 @@ Tests of these start a new interpreter. On an accelerator, and with another OMP_
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -355,6 +356,8 @@ def _become(request: _Request, files: Sequence[int], imported: _Imported) -> Non
     sys.argv[:] = [request.option or request.program, *request.arguments]
     if request.unbuffered:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+    # An interpreter that ends without having collected the imported modules would report them as leaked (nanobind).
+    atexit.register(gc.unfreeze)
     # Python's own random numbers start anew in a forked process, NumPy's do not.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
