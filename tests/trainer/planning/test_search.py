@@ -76,6 +76,17 @@ def test_the_quickest_way_to_fit_is_taken() -> None:
     assert not any(map(is_same, search_layouts(config, 2, DEVICE, smallest - 1).fitting))
 
 
+def test_layouts_with_more_micro_batches_than_a_schedule_may_have_are_illegal() -> None:
+    # With two stages, 2^20 forwards are 2^19 micro-batches.
+    few, many = (
+        search_layouts(config_of(training__global_batch_size=size, training__micro_batch_size=1), 2, DEVICE, math.inf)
+        for size in (2**19, 2**20)
+    )
+    assert any(plan.shape.dims.pp == 2 for plan in few.fitting)
+    assert not any(plan.shape.dims.pp == 2 for plan in many.fitting)
+    assert "pipeline.microbatches: 1048576 micro-batches on 2 ranks are too many actions for a schedule" in many.reasons
+
+
 def test_gradients_of_split_backwards_are_not_reduced_before_the_end() -> None:
     config = config_of(**SETTINGS | {"pipeline__schedule": "zero_bubble_v"}, training__micro_batch_size=1)
     ranking = search_layouts(config, 8, DEVICE, 150e3)

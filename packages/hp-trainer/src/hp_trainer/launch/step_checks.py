@@ -137,18 +137,22 @@ def find_pipeline_problems(
     elif dims.pp_enabled:
         yield from microbatch_problems(dims, config)
         # Checked before the schedule is built, whose size grows with ranks times micro-batches.
-        settings, number = config.pipeline, num_microbatches(config, dims)
-        most = microbatch_limit(settings.schedule, dims.pp, settings.stages_per_rank)
-        if number > most:
-            yield Problem(
-                path="pipeline.microbatches",
-                what=f"{number} micro-batches on {dims.pp} ranks are too many actions for a schedule",
-                expected=f"at most {most} micro-batches",
-                got=str(number),
-                hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
-            )
-        else:
-            yield from schedule_problems(dims, config, is_shortened=is_shortened)
+        too_many = [*limit_problems(dims, config)]
+        yield from too_many or schedule_problems(dims, config, is_shortened=is_shortened)
+
+
+def limit_problems(dims: ParallelDims, config: TrainerConfig) -> Iterator[Problem]:
+    """Yield a problem if a step has more micro-batches than any schedule may have."""
+    settings, number = config.pipeline, num_microbatches(config, dims)
+    most = microbatch_limit(settings.schedule, dims.pp, settings.stages_per_rank)
+    if number > most:
+        yield Problem(
+            path="pipeline.microbatches",
+            what=f"{number} micro-batches on {dims.pp} ranks are too many actions for a schedule",
+            expected=f"at most {most} micro-batches",
+            got=str(number),
+            hint="a larger training.micro_batch_size, or a smaller training.global_batch_size",
+        )
 
 
 def schedule_problems(dims: ParallelDims, config: TrainerConfig, *, is_shortened: bool = False) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from typing import Any
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import batch_problems, microbatch_problems, schedule_problems, training_problems
+from hp_trainer.launch.step_checks import limit_problems
 from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
 from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.parallel.layouts import list_degrees
@@ -219,7 +220,8 @@ def layout_reasons(
     # The other checks are those of one stage's ranks. They would list the schedule again for each layout.
     one_stage = dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
     others = _reasons(training_problems(one_stage, config))
-    return (*others, *_reasons(microbatch_problems(dims, config)), *pipelines[key])
+    alone = (*microbatch_problems(dims, config), *limit_problems(dims, config))
+    return (*others, *_reasons(iter(alone)), *pipelines[key])
 
 
 def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:
