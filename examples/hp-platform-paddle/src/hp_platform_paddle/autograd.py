@@ -2,12 +2,13 @@
 
 Paddle's engine visits ready nodes first come, first served, so ranks that ran the same program visit them in one order.
 Its `paddle.grad` does neither that nor work in several threads at once. Here gradients come from a backward, after
-which the `.grad` of the leaves that it reached are as they were.
+which the `.grad` of all leaves are as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,9 @@ from typing import Any
 import paddle
 from paddle.autograd import PyLayer
 from paddle.base import core
+from paddle.tensor import creation
+
+from hp_dtensor.exceptions import CapabilityError
 
 Tensor = paddle.Tensor
 Callback = Callable[[], None]
@@ -102,6 +106,8 @@ def custom_function(forward: Callable[..., Any], backward: Callable[..., Any], *
 
 _leaves: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 """Tensors that were made to require a gradient, by identity: Paddle compares tensors element by element."""
+_nodes_of_leaves: set[int | None] = set()
+"""Their nodes, also those of leaves that are gone: a graph may outlive them. Paddle reuses addresses of freed nodes."""
 
 
 def _set_requires_no_grad(x: Tensor, flag: bool) -> None:
@@ -110,16 +116,39 @@ def _set_requires_no_grad(x: Tensor, flag: bool) -> None:
         note_leaf(x)
 
 
-def note_leaf(x: Tensor) -> None:
+def note_leaf(x: Tensor) -> Tensor:
     """Let `grad` restore the `.grad` of a tensor that requires a gradient."""
-    _leaves[id(x)] = x
+    if x.is_leaf and not x.stop_gradient:
+        _leaves[id(x)] = x
+        # Makes the leaf's node, which Paddle otherwise makes at its first use.
+        _requires_no_grad.__set__(x, False)
+        _nodes_of_leaves.add(_node(x))
+    return x
+
+
+def _noting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return functools.wraps(function)(lambda *args, **kwargs: note_leaf(function(*args, **kwargs)))
 
 
 def grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of plain tensors; no `.grad` changes."""
+    """Return the gradients of plain tensors; no `.grad` changes.
+
+    Raises:
+        CapabilityError: a leaf of the graph was made by a function of Paddle that this module does not know.
+    """
+    for x in inputs:
+        note_leaf(x)
     reached = _reached(outputs)
-    leaves = [x for x in list(_leaves.values()) if x.is_leaf and not x.stop_gradient and _node(x) in reached]
-    before = [gradient_of(x) for x in leaves]
+    # `values()` iterates in Python, while another simulated rank may add one.
+    known = [x for reference in _leaves.valuerefs() if (x := reference()) is not None]
+    leaves = [x for x in known if x.is_leaf and not x.stop_gradient and _node(x) in reached]
+    if any(name == "GradNodeAccumulation" and node not in _nodes_of_leaves for node, name in reached.items()):
+        raise CapabilityError(
+            "grad: expected leaves whose `.grad` can be restored, got one in the graph of the outputs that became a "
+            "leaf without this platform, such as by `paddle.Tensor(...)`; assign `x.stop_gradient = False` to it"
+        )
+    # `set_gradient` empties the tensor that a caller may hold as `x.grad`. The view keeps its values.
+    before = [(x.grad, gradient_of(x)) for x in leaves]
     found: dict[int, Tensor] = {}
     inner = {id(x): x for x in inputs if not x.is_leaf}
     handles = [x.register_hook(lambda g, key=key: found.__setitem__(key, g)) for key, x in inner.items()]
@@ -135,42 +164,50 @@ def grad(outputs: Sequence[Tensor], inputs: Sequence[Tensor], grads: Sequence[Te
     finally:
         for handle in handles:
             handle.remove()
-        for x, gradient in zip(leaves, before, strict=True):
-            set_gradient(x, gradient)
+        for x, (held, gradient) in zip(leaves, before, strict=True):
+            if held is not None and gradient is not None:
+                held.get_tensor()._share_data_with(gradient.get_tensor())
+            set_gradient(x, held)
 
 
 def gradient_of(x: Tensor) -> Tensor | None:
     """Return the `.grad` of a plain tensor."""
-    if x.grad is None or 0 in x.shape:
-        return x.grad
     # A view: what clears a gradient empties the tensor itself, whoever still holds it.
-    with paddle.no_grad():
-        return alias(x.grad)
+    return None if x.grad is None else _view(x.grad)
 
 
 def set_gradient(x: Tensor, gradient: Tensor | None) -> None:
     """Replace the `.grad` of a plain tensor."""
-    if gradient is not None:
-        x.grad = gradient
-        # The assignment has copied.
-        x.grad.get_tensor()._share_data_with(gradient.get_tensor())
-    elif x.grad is not None:
-        # `x.grad = None` leaves the gradient of an empty tensor.
+    # `gradient` may be the present one.
+    kept = None if gradient is None else _view(gradient)
+    if x.grad is not None:
+        # `x.grad = None` leaves the gradient of an empty tensor, and other assignments write into the present one.
         x.grad._clear_data()
+    if gradient is not None and kept is not None:
+        x.grad = kept
+        # The assignment has copied.
+        for each in (x.grad, gradient):
+            each.get_tensor()._share_data_with(kept.get_tensor())
+
+
+def _view(gradient: Tensor) -> Tensor:
+    with paddle.no_grad():
+        # Empty gradients of Paddle's own nodes have no memory, and those without cannot be shared.
+        return paddle.zeros(gradient.shape, gradient.dtype) if 0 in gradient.shape else alias(gradient)
 
 
 def _node(x: Tensor) -> int | None:
     return None if x.grad_fn is None else x.grad_fn.node_ptr()
 
 
-def _reached(outputs: Sequence[Tensor]) -> set[int]:
-    """Return the nodes of the graph of `outputs`."""
+def _reached(outputs: Sequence[Tensor]) -> dict[int, str]:
+    """Return the nodes of the graph of `outputs`, and their names."""
     waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen = {node.node_ptr() for node in waiting}
+    seen = {node.node_ptr(): node.name() for node in waiting}
     while waiting:
         for node in waiting.pop().next_functions:
             if node is not None and node.node_ptr() not in seen:
-                seen.add(node.node_ptr())
+                seen[node.node_ptr()] = node.name()
                 waiting.append(node)
     return seen
 
@@ -179,3 +216,6 @@ def install() -> None:
     """Let every backward of Paddle run through `run_backward`, and note leaves."""
     core.eager.run_backward = run_backward
     Tensor.stop_gradient = property(_requires_no_grad.__get__, _set_requires_no_grad)
+    # These set the flag in C++. `paddle.to_tensor` and `paddle.tensor` call the first.
+    creation._to_tensor_non_static = _noting(creation._to_tensor_non_static)
+    Tensor.__deepcopy__ = _noting(Tensor.__deepcopy__)

@@ -66,6 +66,34 @@ def test_grad_returns_gradients_and_touches_none(hp_platform: Platform, x: Tenso
     assert all(hp_platform.get_grad(leaf) is None for leaf in (x, y, unused))
 
 
+def test_grad_leaves_gradients_that_leaves_have(hp_platform: Platform, x: Tensor) -> None:
+    ops = hp_platform.ops
+    y = tensor(hp_platform, [4.0, 5.0, 6.0], requires_grad=True)
+    hp_platform.backward(ops.sum(ops.add(ops.mul(x, 3.0), ops.mul(y, 7.0))))
+    before = hp_platform.get_grad(x)
+    (gradient,) = hp_platform.grad([ops.sum(ops.mul(ops.mul(x, y), 5.0))], [x])
+    for found, expected in ((gradient, [20, 25, 30]), (before, [3, 3, 3])):
+        assert_values(hp_platform, found, expected)
+    for leaf, expected in ((x, [3, 3, 3]), (y, [7, 7, 7])):
+        assert_values(hp_platform, hp_platform.get_grad(leaf), expected)
+    hp_platform.backward(ops.sum(x))
+    assert_values(hp_platform, hp_platform.get_grad(x), [4, 4, 4])
+    assert_values(hp_platform, gradient, [20, 25, 30])
+
+
+def test_a_gradient_that_was_read_stays_when_another_is_set(hp_platform: Platform, x: Tensor) -> None:
+    hp_platform.backward(hp_platform.ops.sum(hp_platform.ops.mul(x, 3.0)))
+    before = hp_platform.get_grad(x)
+    given = tensor(hp_platform, [7.0, 8.0, 9.0])
+    hp_platform.set_grad(x, given)
+    assert_values(hp_platform, before, [3, 3, 3])
+    hp_platform.set_grad(x, hp_platform.get_grad(x))
+    assert_values(hp_platform, hp_platform.get_grad(x), [7, 8, 9])
+    hp_platform.set_grad(x, None)
+    assert_values(hp_platform, before, [3, 3, 3])
+    assert_values(hp_platform, given, [7, 8, 9])
+
+
 def test_gradients_of_inner_tensors(hp_platform: Platform, x: Tensor) -> None:
     inner = hp_platform.ops.mul(x, 2.0)
     (gradient,) = hp_platform.grad([hp_platform.ops.sum(hp_platform.ops.mul(inner, inner))], [inner])
