@@ -64,8 +64,11 @@ class Command:
         return self.process.returncode, out, err
 
     def processes(self) -> list[int]:
-        """Every process that carries the mark and is not a zombie."""
-        return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if self._is_ours(pid)]
+        """Every process that carries the mark, or was forked by one that does, and is not a zombie."""
+        # The environment of a process that a forked one forks by itself is that of the fork server, without the mark.
+        recorded = {int(file.name.partition("-")[0]) for file in self._records.iterdir() if self._is_marked(file)}
+        pids = map(int, filter(str.isdecimal, os.listdir("/proc")))
+        return [pid for pid in pids if self._is_ours(pid, recorded)]
 
     def line_of(self, pid: int) -> str:
         """The command line of a process; empty once it has ended."""
@@ -94,8 +97,14 @@ class Command:
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
-    def _is_ours(self, pid: int) -> bool:
-        return self.mark in self._environment(pid)
+    def _is_marked(self, record: Path) -> bool:
+        return self.mark in record.read_text().split("\0")
+
+    def _is_ours(self, pid: int, sessions: set[int]) -> bool:
+        environment = self._environment(pid)
+        with contextlib.suppress(ProcessLookupError):
+            return self.mark in environment or (environment != [] and os.getsid(pid) in sessions)
+        return False
 
     def _environment(self, pid: int) -> list[str]:
         return environment_of(pid, self._records)

@@ -246,3 +246,13 @@ def test_data_that_will_not_do_are_refused_before_any_rank_starts(folder, hp_tra
     # The cache of prepared data, which the next run looks into first, is no part of the run.
     left = {path for path in folder.iterdir() if path.name != ".data"}
     assert left == before, "nothing is left of a run that could not begin"
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_processes_that_a_forked_command_forks_by_itself_count_as_left_running(hp_train):
+    command = hp_train(launcher=("-c", "import os, time\nif os.fork() == 0: time.sleep(100)"))
+    assert command.process.wait(START_SECONDS) == 0
+    (left,) = command.processes()
+    assert os.getsid(left) == command.process.pid
+    command.kill_everything()
+    assert command.processes() == []
