@@ -42,7 +42,9 @@ def resume(platform, folder, layout, steps):
 
 
 def run(folder, *arguments):
-    done = subprocess.run([sys.executable, "-m", "hp_trainer", *arguments], capture_output=True, text=True)
+    command = [sys.executable, "-m", "hp_trainer", *arguments]
+    # Not in the repository's root, whose modules would be found. The limit is below pytest's, for the output.
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
