@@ -41,8 +41,7 @@ def hp_may_have_accelerators() -> bool:
     return os.environ.get("HP_DEVICE") != "cpu" and any(Path("/dev").glob("davinci*"))
 
 
-# hp-dtensor 0.1.0 has no such hook.
-@hookimpl(optionalhook=True)
+@hookimpl
 def hp_driver_files() -> dict[str, tuple[str, str]]:
     """Return the files of Ascend's driver and CANN."""
     toolkit = os.environ.get("ASCEND_HOME_PATH") or "/usr/local/Ascend/ascend-toolkit/latest"

@@ -42,8 +42,7 @@ def hp_may_have_accelerators() -> bool:
     return os.environ.get("HP_DEVICE") != "cpu" and any(any(Path("/dev").glob(name)) for name in _DEVICE_FILES)
 
 
-# hp-dtensor 0.1.0 has no such hook.
-@hookimpl(optionalhook=True)
+@hookimpl
 def hp_driver_files() -> dict[str, tuple[str, str]]:
     """Return the files of NVIDIA's driver, and of Ascend's driver and CANN."""
     toolkit = os.environ.get("ASCEND_HOME_PATH") or "/usr/local/Ascend/ascend-toolkit/latest"

@@ -13,10 +13,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import hp_dtensor.launch
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import HPError, LaunchError
-from hp_dtensor.launch import from_environment, is_launched, launch
+from hp_dtensor.launch import (
+    Generation,
+    Replacement,
+    current_generation,
+    from_environment,
+    is_launched,
+    launch,
+    next_generation,
+)
 from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -173,10 +180,9 @@ def _run_rank(run: RunFolder, checkpoint: str | None, platform: Platform, sample
     return ended_by
 
 
-def _generation(config: TrainerConfig) -> Any:
+def _generation(config: TrainerConfig) -> Generation | None:
     """Return the generation of the ranks; None where ranks that die are not replaced."""
-    # hp-dtensor 0.1.0 has none, nor a platform that the checks of the setting accept.
-    return None if config.fault_tolerance.copies is None else hp_dtensor.launch.current_generation()
+    return None if config.fault_tolerance.copies is None else current_generation()
 
 
 def _train_through_deaths(
@@ -201,7 +207,7 @@ def _train_through_deaths(
             copies.leave()
         text = "".join(traceback.format_exception(failure))
         _release_frames(failure)
-        if hp_dtensor.launch.next_generation(hung=isinstance(failure, HangError)) is None:
+        if next_generation(hung=isinstance(failure, HangError)) is None:
             failure.add_note(text)
             raise failure
         del failure
@@ -435,11 +441,9 @@ def _run_once(
     platform: Platform,
     logs: Path,
 ) -> int | None:
-    settings, more = config.fault_tolerance, dict[str, Any]()
+    settings, replacement = config.fault_tolerance, None
     if settings.copies is not None:
-        more["replacement"] = hp_dtensor.launch.Replacement(
-            settings.max_deaths, settings.stopped_seconds, report, settings.spares
-        )
+        replacement = Replacement(settings.max_deaths, settings.stopped_seconds, report, settings.spares)
     try:
         ended_by: list[int | None] = launch(
             run_rank,
@@ -449,7 +453,7 @@ def _run_once(
             log_dir=logs,
             timeout_seconds=config.launch.timeout_seconds,
             stop_seconds=config.launch.stop_seconds,
-            **more,
+            replacement=replacement,
         )
     except Interrupted as interrupted:
         # `launch` has forwarded the signal and waited for the ranks to end.

@@ -115,9 +115,7 @@ def find_versions(platform: str) -> dict[str, str]:
 
 
 def _driver_versions(platform: str) -> dict[str, str]:
-    # hp-dtensor 0.1.0 has no such hook; a plugin may have it all the same.
-    manager, hook = plugin_manager(), "hp_driver_files"
-    hooks = [each for each in call_each(manager, hook) if each.name == platform] if hasattr(manager.hook, hook) else []
+    hooks = [each for each in call_each(plugin_manager(), "hp_driver_files") if each.name == platform]
     files = [item for each in hooks for result in each.call() for item in result.items()]
     found = {}
     for name, (pattern, version) in files:

@@ -8,7 +8,6 @@ import functools
 import os
 import sys
 
-import hp_dtensor.launch
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.launch import is_launched, rank_environment
 from hp_dtensor.platform.interface import Platform
@@ -113,13 +112,9 @@ def compile_backends(name: str) -> tuple[str, ...] | None:
 
 def replaces_ranks(name: str) -> bool:
     """Return whether ranks of a running job can meet again on a platform. This loads its framework."""
-    # hp-dtensor 0.1.0 cannot replace ranks, whatever the platform.
-    if not hasattr(hp_dtensor.launch, "Replacement"):
-        return False
     try:
         _, close = import_platform(name).serve_meeting_point("127.0.0.1")
-    except (CapabilityError, AttributeError):
-        # Platforms of hp-dtensor 0.1.0 have no such method.
+    except CapabilityError:
         return False
     except PlatformError:
         # Reported elsewhere.
