@@ -149,6 +149,9 @@ def write_version(release: Release, day: datetime.date) -> None:
         options = ("--yes", "--config", str(Path(__file__).with_name("towncrier.toml")), "--dir", str(release.folder))
         dated = ("--version", str(release.version), "--date", str(day))
         _run([sys.executable, "-m", "towncrier", "build", *options, *dated], release.folder)
+        # towncrier leaves the kind that it does not know, which users are not shown.
+        for name in fragments(release.package):
+            (release.folder / "changes" / name).unlink(missing_ok=True)
     project = release.folder / "pyproject.toml"
     project.write_text(_VERSION_IN_PROJECT.sub(f'version = "{release.version}"', project.read_text(), count=1))
     module = release.folder / "src" / release.package.module / "__init__.py"
@@ -227,11 +230,11 @@ def planned_version(package: workspace.Package, step: str = "") -> Version:
 
 
 def changed_packages() -> list[workspace.Package]:
-    """Return the packages with fragments, or without a release, each after those it requires."""
+    """Return the packages with changes that users notice, or without a release, each after those it requires."""
     return [
         package
         for package in workspace.packages().values()
-        if fragments(package) or workspace.last_release(package.name) is None
+        if set(fragments(package).values()) - {"misc"} or workspace.last_release(package.name) is None
     ]
 
 
@@ -242,7 +245,13 @@ def plan() -> Iterator[str]:
         last = workspace.last_release(package.name) or "not released"
         if package not in changed:
             edited = last != "not released" and _git("diff", "--name-only", last, "--", f"{package.folder}/src")
-            hint = "sources have changed without a fragment" if edited else "nothing has changed"
+            hint = "nothing has changed"
+            if edited:
+                hint = (
+                    "no user notices what has changed"
+                    if fragments(package)
+                    else "sources have changed without a fragment"
+                )
             yield f"{package.name}: {last}; {hint}"
             continue
         version = planned_version(package)

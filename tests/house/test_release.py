@@ -186,8 +186,9 @@ def test_releases_from_the_first_to_a_breaking_one(clone):
     listed = clone.moe / "api.toml"
     listed.write_text(listed.read_text().replace('"TokenChoiceTopKRouter", ', "") + '"next" = ["TopKRouter"]\n')
     (clone.moe / "changes" / "+name.breaking.md").write_text("`TokenChoiceTopKRouter` is `TopKRouter`.\n")
+    (clone.moe / "changes" / "+inner.misc.md").write_text("A refactoring.\n")
     clone.commit()
-    assert "hp-moe-v0.1.0 -> 0.2.0 (added, breaking)" in clone.run().stdout
+    assert "hp-moe-v0.1.0 -> 0.2.0 (added, breaking, misc)" in clone.run().stdout
     excluded = clone.run("hp-moe", "--write")
     assert "hp-trainer requires hp-moe<0.2,>=0.1, which does not admit 0.2.0" in excluded.stderr
 
