@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -147,4 +148,4 @@ def test_the_module_runs_as_the_command_does() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hp_trainer", "--version"], capture_output=True, text=True, timeout=300, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "0.1.0\n")
+    assert (done.returncode, done.stdout) == (0, f"{importlib.metadata.version('hp-trainer')}\n")

@@ -273,8 +273,9 @@ class ProcessGroup(ABC):
     def _copy(self, output: Tensor, x: Tensor) -> Work:
         # A rank alone in its group gets the result in the memory that it passed, as it would among others.
         assert self.platform is not None
+        shape = tuple(output.shape)
         # A 0-d tensor is gathered as one of one element.
-        self.platform.copy_(output, self.platform.ops.reshape(x, tuple(output.shape)))
+        self.platform.copy_(output, x if tuple(x.shape) == shape else self.platform.ops.reshape(x, shape))
         return DONE
 
     def _count(self, name: str) -> None:
