@@ -161,7 +161,17 @@ def update_expert_copies(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[s
 
 @deprecated(since="0.2.0", removal="0.3.0", instead="`update_expert_copies`")
 def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, CopyPlacement]:
-    """Call `update_expert_copies`, which is the name of this function from 0.2.0 on."""
+    """Call `update_expert_copies`, which is the name of this function from 0.2.0 on.
+
+    Examples:
+        >>> import warnings
+        >>> with nn.building(platform):
+        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
+        >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     place_copies_of_experts(model, update_expert_bias(model))  # all experts are on this rank
+        {}
+    """
     return update_expert_copies(model, loads)
 
 

@@ -25,11 +25,13 @@ def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Return `F.rms_norm` of the same arguments, with a backward that needs less memory where torch composes it."""
-    by_ascend = _is_local(input, normalized_shape, weight) and ascend.takes_rms_norm(input, weight, eps)
-    compiling = torch.compiler.is_compiling()
-    if not by_ascend and (compiling or not _is_ours(input, normalized_shape, weight, eps)):
+    if torch.compiler.is_compiling():
+        # The compiler fuses torch's composition. What follows would end its graph.
         return F.rms_norm(input, normalized_shape, weight, eps)
-    if not compiling and has_torch_function((input, weight)):
+    by_ascend = _is_local(input, normalized_shape, weight) and ascend.takes_rms_norm(input, weight, eps)
+    if not (by_ascend or _is_ours(input, normalized_shape, weight, eps)):
+        return F.rms_norm(input, normalized_shape, weight, eps)
+    if has_torch_function((input, weight)):
         # A mode, since no class of the operands overrides functions: it calls this function again.
         noted: Tensor = handle_torch_function(rms_norm, (input, weight), input, normalized_shape, weight, eps)
         return noted
