@@ -42,6 +42,8 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     for name in ("my.yaml", "run.yaml", "CONFIG"):
         shutil.copy(ROOT / "examples" / "moe_small.yaml", tmp_path / name)
+    # What it contains is read when the run starts.
+    (tmp_path / "reference.gz").touch()
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "text.txt").write_text((ROOT / "README.md").read_text())
     monkeypatch.chdir(tmp_path)
