@@ -1,4 +1,4 @@
-"""What `hp-train doctor` finds wrong with machines: by facts as ranks gather them, without ranks."""
+"""Problems of machines that `hp-train doctor` names, from facts as ranks gather them, without ranks."""
 
 from __future__ import annotations
 

@@ -436,8 +436,8 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return attention.takes(query, value)
 
     def fused_rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
-        # The compiler fuses the composition. What follows would end its graph.
-        if torch.compiler.is_compiling():
+        # The compiler fuses the composition. What follows would end its graph. Other devices have no such operation.
+        if torch.compiler.is_compiling() or x.device.type != "npu":
             return None
         # Sharded heads share the tables. Every other sharding, and a partial value, is left to the rules.
         if isinstance(x, TorchDTensor) and not all(each in (Replicate(), Shard(2)) for each in x.placements):

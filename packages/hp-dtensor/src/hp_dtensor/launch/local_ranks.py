@@ -135,14 +135,7 @@ class LocalRanks:
 
     def _start(self, check: Callable[[], None]) -> None:
         try:
-            for rank in range(self.size):
-                with interrupts_blocked():
-                    self._processes.append(self._spawn(rank))
-                check()
-            for process in self._processes:
-                setup = Setup(self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv)
-                self._send(process, setup)
-            self._collect(self._processes, max(self.timeout_seconds, IMPORT_SECONDS))
+            self._import_frameworks(check)
             # All have imported the framework. Only now is the port chosen, so that it is free for a short time only.
             self._send_all(None)
             address = self._collect(self._processes[:1], self.timeout_seconds)[0]
@@ -200,6 +193,21 @@ class LocalRanks:
         return tuple(sys.argv)
 
     # Internals -------------------------------------------------------------------------------------------
+
+    def _import_frameworks(self, check: Callable[[], None]) -> None:
+        """Start all processes, and wait until each has imported its framework."""
+        for rank in range(self.size):
+            with interrupts_blocked():
+                self._processes.append(self._spawn(rank))
+            check()
+        for process in self._processes:
+            self._set_up(process)
+        self._collect(self._processes, max(self.timeout_seconds, IMPORT_SECONDS))
+
+    def _set_up(self, process: Process, **options: Any) -> None:
+        """Send a process its first message; `options` are further fields of `Setup`."""
+        place = (self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv)
+        self._send(process, Setup(*place, **options))
 
     def _spawn(self, rank: int, *, again: bool = False) -> Process:
         output = self.output.file_of(rank, again=again)

@@ -26,7 +26,7 @@ from hp_dtensor.launch.local_ranks import (
     interrupts_blocked,
     state_of,
 )
-from hp_dtensor.launch.rank_process import HOST, Generation, Imported, Joined, Leave, Left, Lost, Meet, Run, Setup, Stay
+from hp_dtensor.launch.rank_process import HOST, Generation, Imported, Joined, Leave, Left, Lost, Meet, Run, Stay
 
 _POLL_SECONDS = 0.5
 # Time in which the end of a rank is seen that made a collective of another one fail.
@@ -75,13 +75,7 @@ class ReplacedRanks(LocalRanks):
     def _start(self, check: Callable[[], None]) -> None:
         self._check = check
         try:
-            for rank in range(self.size):
-                with interrupts_blocked():
-                    self._processes.append(self._spawn(rank))
-                check()
-            for process in self._processes:
-                self._set_up(process)
-            self._collect(self._processes, max(self.timeout_seconds, IMPORT_SECONDS))
+            self._import_frameworks(check)
             self._send_all(Meet(self._generation, self._serve()))
             self._collect(self._processes, self.timeout_seconds)
         except BaseException:
@@ -287,15 +281,15 @@ class ReplacedRanks(LocalRanks):
                 self._spares.append(self._spawn(-1))
             self._set_up(self._spares[-1], preload=request.target)
 
+    # `LocalRanks` by name below, as dataclasses with slots break `super()`.
+
     def _clear(self) -> None:
         self._processes += self._spares
         self._spares = []
-        # Not `super()`, which dataclasses with slots break.
         LocalRanks._clear(self)
 
-    def _set_up(self, process: Process, *, preload: str = "", log: str = "") -> None:
-        place = (self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv)
-        self._send(process, Setup(*place, replaces=True, preload=preload, log=log))
+    def _set_up(self, process: Process, **options: Any) -> None:
+        LocalRanks._set_up(self, process, replaces=True, **options)
 
     def _serve(self) -> str:
         address, self._close = self.platform.serve_meeting_point(HOST)

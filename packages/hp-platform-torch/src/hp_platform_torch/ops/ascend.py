@@ -65,9 +65,9 @@ def _upper_triangle(device: torch.device) -> Tensor:
 # Normalization and rotary positions ----------------------------------------------------------------------
 
 
-def takes_rms_norm(x: Tensor, weight: Tensor | None, eps: float | None) -> bool:
+def takes_rms_norm(x: Tensor, weight: Tensor) -> bool:
     """Return whether `rms_norm` over the last dimension supports these operands."""
-    return weight is not None and eps is not None and 2 <= x.dim() <= 8 and takes(x, weight)
+    return 2 <= x.dim() <= 8 and takes(x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -25,18 +25,20 @@ def rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Return `F.rms_norm` of the same arguments, with a backward that needs less memory where torch composes it."""
-    if torch.compiler.is_compiling():
-        # The compiler fuses torch's composition. What follows would end its graph.
+    # The compiler fuses torch's composition. What follows would end its graph.
+    if torch.compiler.is_compiling() or not _is_local(input, normalized_shape, weight):
         return F.rms_norm(input, normalized_shape, weight, eps)
-    by_ascend = _is_local(input, normalized_shape, weight) and ascend.takes_rms_norm(input, weight, eps)
-    if not (by_ascend or _is_ours(input, normalized_shape, weight, eps)):
+    by_ascend = weight is not None and eps is not None and ascend.takes_rms_norm(input, weight)
+    if not (by_ascend or _is_ours(input, weight, eps)):
         return F.rms_norm(input, normalized_shape, weight, eps)
     if has_torch_function((input, weight)):
         # A mode, since no class of the operands overrides functions: it calls this function again.
         noted: Tensor = handle_torch_function(rms_norm, (input, weight), input, normalized_shape, weight, eps)
         return noted
     if by_ascend:
-        return ascend.rms_norm(*(x.as_subclass(Tensor) for x in (input, weight)), eps)  # type: ignore[union-attr]
+        assert weight is not None
+        assert eps is not None
+        return ascend.rms_norm(input.as_subclass(Tensor), weight.as_subclass(Tensor), eps)
     # Backward must read the local data of DTensors, and runs where their operations are intercepted.
     local = [x.as_subclass(Tensor) if isinstance(x, DTensor) else x for x in (input, weight)]
     normalized: Tensor = _RMSNorm.apply(*local, eps)  # type: ignore[no-untyped-call]
@@ -65,13 +67,12 @@ def _is_overridden(x: Tensor | None) -> bool:
     return own and torch._C._is_torch_function_enabled()
 
 
-def _is_ours(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> bool:
+def _is_ours(x: Tensor, weight: Tensor | None, eps: float | None) -> bool:
     if not torch.is_grad_enabled() or not (x.requires_grad or (weight is not None and weight.requires_grad)):
         return False
     return (
         x.device.type == "cpu"
         and x.dtype in _DTYPES
-        and _is_local(x, normalized_shape, weight)
         and (weight is None or weight.dtype is x.dtype)
         and eps is not None
         # Compositions have what this function lacks: rules for `torch.func` and derivatives of forward mode.

@@ -69,7 +69,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was measured on all ranks of a job.
+    """Measurements of all ranks of a job.
 
     Attributes:
         facts: of each rank.

@@ -29,7 +29,7 @@ _SLOW_LINK, _SLOW_RANK = 1 / 3, 2 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """What one rank finds on its machine. Sizes are in bytes.
+    """Facts of one rank about its machine. Sizes are in bytes.
 
     Attributes:
         host: name of the machine.
