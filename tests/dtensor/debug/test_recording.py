@@ -216,6 +216,31 @@ def test_a_gradient_that_one_replica_lacks_names_the_rank(platform: Platform, re
     assert "ranks 1 of B" in str(found)
 
 
+def test_views_are_recorded_in_place_of_a_parameter(platform: Platform) -> None:
+    """Two weights that are one, side by side and transposed, have the digests of the two."""
+    values = np.random.default_rng(2).standard_normal((2, 3, 4)).astype("float32")
+
+    class Weights(nn.Module):
+        def __init__(self, weights: dict[str, np.ndarray]) -> None:
+            super().__init__()
+            for name, array in weights.items():
+                setattr(self, name, self.parameter(array.shape))
+                platform.copy_(getattr(self, name), platform.from_numpy(np.ascontiguousarray(array)))
+
+    def recorded(views: Any = None, **weights: np.ndarray) -> Recording:
+        with nn.building(platform):
+            model = Weights(weights)
+        return measure_growth(*[Recorder(model, platform, views=views).recording] * 2)
+
+    def views(name: str, x: Any) -> dict[str, Any]:
+        return {each: platform.ops.permute(x[:, 3 * at : 3 * at + 3], (1, 0)) for at, each in enumerate("ab")}
+
+    stored = np.concatenate([values[0].T, values[1].T], 1)
+    found = compare(recorded(a=values[0], b=values[1]), recorded(views, both=stored))
+    assert found.verdict == "equal", str(found)
+    assert [each.name for each in found.differences] == ["a", "b"]
+
+
 def test_a_split_backward_records_a_gradient_once(platform: Platform) -> None:
     if not platform.splits_backward:
         pytest.skip("this platform does not split a backward")

@@ -13,7 +13,7 @@ from hugging_face_models import write_model
 from injected_faults import RECORDED
 from training_runs import CONFIG, Lab, train_rank
 
-from hp_dtensor.debug import Digest, Event, Recording
+from hp_dtensor.debug import Comparison, Digest, Event, Recording, compare
 from hp_dtensor.debug.digest import LENGTH
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.testing import run_ranks
@@ -130,11 +130,13 @@ def test_a_recorded_run_is_not_trained_again(lab: Lab, config: str, trained: Any
 
 
 @pytest.mark.usefixtures("torch_suffices")
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3_moe", "gpt_oss"])
 def test_the_decoder_is_within_rounding_of_transformers(
-    lab: Lab, trained: Any, capsys: Any, tmp_path: Path, model_type: str
+    lab: Lab, trained: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, model_type: str
 ) -> None:
     pytest.importorskip("transformers")
+    compared: list[Comparison] = []
+    monkeypatch.setattr(diff, "compare", lambda *sides: compared.append(compare(*sides)) or compared[-1])
     write_model(tmp_path / "model", model_type, vocab_size=256)
     config = tmp_path / "run.yaml"
     training = "{steps: 4, global_batch_size: 4, sequence_length: 10}"
@@ -143,8 +145,11 @@ def test_the_decoder_is_within_rounding_of_transformers(
     assert main(["diff", str(config), f"hf:{tmp_path / 'model'}", "--steps=2"]) == 0
     out = capsys.readouterr().out
     assert "B: torch, transformers, 1 rank, float32" in out
-    # Nearly everything has a counterpart; stacked experts have not.
     assert int(out.partition("within rounding: ")[2].split()[0]) > 300
+    # Stacked experts too, which transformers has as one weight.
+    names = {each.name for each in compared[0].differences if each.pass_ == "update"}
+    experts = {"qwen3_moe": ["w1", "w2", "w3"], "gpt_oss": ["w1", "w2", "w3", "b1", "b2", "b3"]}.get(model_type, [])
+    assert names >= {f"layers.2.moe.experts.{name}" for name in experts}
     if model_type != "llama":
         return
     # Another norm's epsilon is found at the first norm.
@@ -153,6 +158,31 @@ def test_the_decoder_is_within_rounding_of_transformers(
     out = capsys.readouterr().out
     assert "forward of layers.0.attention_norm" in out
     assert "within  layers.0.attention_norm: " in out
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_a_difference_in_a_stacked_weight_of_transformers_is_found(
+    lab: Lab, trained: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """Its rows are compared as the decoder's weights: here the gate of one expert is scaled."""
+    transformers = pytest.importorskip("transformers")
+    write_model(tmp_path / "model", "qwen3_moe", vocab_size=256)
+    config = tmp_path / "run.yaml"
+    training = "{steps: 4, global_batch_size: 4, sequence_length: 10}"
+    config.write_text(f"model: {{from: {tmp_path / 'model'}}}\ndata: {{path: {lab.text}}}\ntraining: {training}\n")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def faulty(*args: Any, **options: Any) -> Any:
+        model = load(*args, **options)
+        weight = model.model.layers[1].mlp.experts.gate_up_proj
+        weight.data[2, : weight.shape[1] // 2] *= 1.5
+        return model
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", faulty)
+    assert main(["diff", str(config), f"hf:{tmp_path / 'model'}", "--steps=1", "--launch.local_ranks=1"]) == 1
+    out = capsys.readouterr().out
+    assert "different from step 0, weights of layers.1.moe.experts.w1 on" in out
+    assert "indices 2 to 2 of 4 of the first dimension" in out
 
 
 @pytest.mark.usefixtures("torch_suffices")

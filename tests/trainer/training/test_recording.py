@@ -108,6 +108,18 @@ def test_an_injected_fault_is_named_and_its_kind(lab: Lab, references: Any, torc
     assert found.kind.name in fault.kinds, str(found)
 
 
+def test_modules_without_recorded_operations_are_refused(lab: Lab, torch_suffices: None) -> None:
+    for name, message in {
+        "layers.1.atention": "the model has no module 'layers.1.atention'; expected names such as layers.1.attention",
+        "layers.1.moe.experts": "rows of experts have an order of their own on each rank; expected .*'layers.1.moe'",
+    }.items():
+        run = lab.start(name, {"pp": 2}, **RECORDED, training__record_operations=f"[{name}]")
+        with pytest.raises(LaunchError, match=message):
+            run_ranks(train_rank, 2, lab.platform, run, lab.platform)
+    # A rank of a pipeline has the modules of its stages only.
+    lab.run("both stages", {"pp": 2}, 2, **RECORDED, training__record_operations="[layers.0.attention,layers.1.moe]")
+
+
 def test_a_live_run_stops_at_the_first_step_that_differs(
     lab: Lab, references: Any, capfd: pytest.CaptureFixture[str], torch_suffices: None
 ) -> None:

@@ -205,6 +205,7 @@ def _of_previous_step(pair: Pair) -> Iterator[tuple[str, str]]:
 def _of_some_elements(pair: Pair) -> Iterator[tuple[str, str]]:
     """Test hypotheses on the eighths of a dimension that differ, where others do not."""
     a, b = pair.a.digest.buckets(), pair.b.digest.buckets()
+    some = [0 < len(chosen) < _filled(pair, dim) for dim, chosen in enumerate(_differing(pair))]
     for dim, chosen in enumerate(_differing(pair)):
         if not 0 < len(chosen) < _filled(pair, dim):
             continue
@@ -219,7 +220,9 @@ def _of_some_elements(pair: Pair) -> Iterator[tuple[str, str]]:
         factor = float(of_a @ of_b) / (float(of_a @ of_a) or 1.0)
         if len(chosen) > 1 and np.linalg.norm(of_b - factor * of_a) < _FIT * change:
             yield "factor", f"{where} are {factor:.4g} times those of A"
-        if dim == 1 and pair.a.pass_ in ("forward", "backward"):
+        if dim == 1 and some[0] and pair.a.pass_ in ("forward", "backward"):
+            yield "tokens", "only some tokens of some samples differ: other experts were chosen, or a token was masked"
+        elif dim == 1 and pair.a.pass_ in ("forward", "backward"):
             yield "border", f"only {where} differ: a mask or an exchange at a border of shards of the sequence"
 
 

@@ -271,6 +271,8 @@ class Recorder:
         select: whether to record the outputs of a module, by its name, which is empty for the model; None: of all.
         select_gradients: whether to record the gradients of these outputs too, which local code may compute in parts.
         rename: the name in the unsharded model of a module or parameter, where a wrapper has changed it.
+        views: (name of a parameter, its full tensor) -> views of the tensor by name, which are recorded in its place;
+            none: the tensor is. For models that store several parameters as one, or transposed.
         buffers: record floating-point buffers as weights; they must be equal on all ranks that have them.
         about: facts for `Recording.about`.
         first_step: the step after which the weights are those of now.
@@ -302,6 +304,7 @@ class Recorder:
         select: Callable[[str], bool] | None = None,
         select_gradients: Callable[[str], bool] = lambda name: True,
         rename: Callable[[str], str] = str,
+        views: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None,
         buffers: bool = False,
         about: Mapping[str, Any] | None = None,
         first_step: int = 0,
@@ -314,6 +317,7 @@ class Recorder:
         self._calls: list[_Call] = []
         self._select_gradients = select_gradients
         self._module, self._select, self._rename, self._buffers = module, select, rename, buffers
+        self._views = views
         self._digester = Digester(self.platform)
         self._found: dict[tuple[str, str], _Local] = {}
         self._hooked: set[tuple[str, int]] = set()
@@ -360,13 +364,13 @@ class Recorder:
         for name, parameter in self.platform.named_parameters(self._module):
             gradient = self.platform.get_grad(parameter)
             if gradient is not None:
-                self._record("gradient", self._rename(name), gradient, of_parameter=True)
+                self._record_parameter("gradient", name, gradient)
 
     def states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Record optimizer states, given by parameter and slot. They are placed as the parameters."""
         for name, slots in states.items():
             for slot, tensor in slots.items():
-                self._record("state", f"{self._rename(name)}.{slot}", tensor, of_parameter=True)
+                self._record_parameter("state", name, tensor, f".{slot}")
 
     def losses(self, values: Mapping[str, float | Sequence[float]]) -> None:
         """Record numbers of the step that every rank has, such as the mean loss of the global batch, by name."""
@@ -382,7 +386,18 @@ class Recorder:
         """Record the parameters as they are now."""
         named = [*self.platform.named_parameters(self._module)]
         for name, tensor in [*named, *(self.platform.named_buffers(self._module) if self._buffers else ())]:
-            self._record("weights", self._rename(name), tensor, of_parameter=True)
+            self._record_parameter("weights", name, tensor)
+
+    def _record_parameter(self, pass_: str, name: str, x: Tensor, slot: str = "") -> None:
+        views: Mapping[str, Tensor] = {}
+        if self._views is not None:
+            x = self.platform.as_dtensor(x)
+            local = local_of(self.platform, x)
+            # Shards would need the indices of their elements within the views.
+            if tuple(local.shape) == tuple(x.shape):
+                views = self._views(name, local)
+        for title, tensor in (views or {self._rename(name): x}).items():
+            self._record(pass_, title + slot, tensor, of_parameter=True)
 
     def _add_hooks(self) -> Iterator[Removable]:
         for name, module in self.platform.named_modules(self._module):

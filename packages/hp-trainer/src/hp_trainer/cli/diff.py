@@ -29,6 +29,8 @@ from hp_trainer.training.recording import read_recording
 
 # Prefix of a directory whose model is computed by transformers.
 _TRANSFORMERS = "hf:"
+# Updates of a bias that balances experts have no effect.
+_NO_BALANCE = 1e-30
 # A recording needs no evaluations, checkpoints and samples.
 _QUIET = [
     ("training.eval_interval", "null"),
@@ -49,12 +51,14 @@ class Side:
         overrides: settings of this side, those for both sides first.
         python: the interpreter of the environment to train in.
         own: the overrides that are for this side only.
+        title: the source in messages; default: as given.
     """
 
     source: Path
     overrides: tuple[tuple[str, str], ...]
     python: str
     own: tuple[tuple[str, str], ...] = ()
+    title: str = ""
 
     @property
     def recorded(self) -> Path | None:
@@ -97,8 +101,13 @@ class Side:
         file = folder / "transformers.yaml"
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
         names = reference_names(self.directory, config.model.options)
+        if (getattr(config.model.options, "load_balance_coeff", None) or 0.0) > _NO_BALANCE:
+            print_message(
+                "the decoder updates the bias that balances experts, and transformers does not; stop it with "
+                f"--model.load_balance_coeff={_NO_BALANCE} to compare later steps than the first"
+            )
         # The other side's configuration has the settings for both sides already.
-        return replace(self, source=file, overrides=self.own), names
+        return replace(self, source=file, overrides=self.own, title=str(self.source)), names
 
     @property
     def config(self) -> Path:
@@ -137,7 +146,7 @@ class Side:
         return Recording.load(RunFolder(folder).digests_file)
 
     def __str__(self) -> str:
-        return " ".join([str(self.source), *(f"--{path}={value}" for path, value in self.overrides)])
+        return " ".join([self.title or str(self.source), *(f"--{path}={value}" for path, value in self.overrides)])
 
 
 @click.command("diff", cls=SettingsCommand)

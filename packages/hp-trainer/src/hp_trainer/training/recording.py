@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from hp_dtensor.debug.recording import ROOT, append
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.parallel.attention import SequenceSharding
 from hp_moe import LoadMetrics
-from hp_trainer._coordination import coordinator
+from hp_trainer._coordination import all_ranks, coordinator
 from hp_trainer.exceptions import TrainingError
+from hp_trainer.models.decoder import DecoderConfig
+from hp_trainer.models.hugging_face.reference import TransformersConfig, reference_views
 from hp_trainer.run import RunFolder
 from hp_trainer.training.setup import RankSetup
 
@@ -26,6 +29,9 @@ class StepRecorder:
 
     Args:
         step: number of steps done so far.
+
+    Raises:
+        TrainingError: on every rank if `training.record_operations` or `training.compare_with` cannot be followed.
     """
 
     def __init__(self, setup: RankSetup, run: RunFolder, step: int) -> None:
@@ -33,6 +39,8 @@ class StepRecorder:
         self._world = setup.mesh.world
         self._cp_rank = setup.mesh["cp"].get_local_rank() if setup.dims.cp_enabled else 0
         self._first_row = 0
+        self._check_operations()
+        views = _views(setup)
         self._recorder = Recorder(
             setup.model,
             setup.platform,
@@ -42,6 +50,8 @@ class StepRecorder:
             buffers=True,
             about=_about(setup),
             first_step=step,
+            # hp-dtensor 0.1.1 has no views.
+            **({} if views is None else {"views": views}),
         )
         self._has_warned, self._last = False, 0
         self._reference: Recording | None = None
@@ -66,6 +76,30 @@ class StepRecorder:
                 print(f"hp-train: {message}", file=sys.stderr, flush=True)
         is_compared = training.compare_with is not None and not self._has_warned
         return is_compared or step <= (training.record_steps or 0)
+
+    def _check_operations(self) -> None:
+        chosen = self._setup.config.training.record_operations
+        if not chosen:
+            return
+
+        def own() -> list[str]:
+            return [name or ROOT for name in self._setup.module_names().values()]
+
+        # A rank of a pipeline has the modules of its stages only.
+        of_ranks = all_ranks(self._world.all, "reading training.record_operations", own, TrainingError)
+        known = list(dict.fromkeys(name for each in of_ranks for name in each))
+        for name in chosen:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+                raise TrainingError(
+                    f"training.record_operations: the model has no module {name!r}; expected names such as "
+                    f"{', '.join(near)}"
+                )
+            if not _is_in_order(name):
+                raise TrainingError(
+                    f"training.record_operations: {name!r} cannot be recorded, since the rows of experts have an order "
+                    f"of their own on each rank; expected the module around them, {name.partition('.experts')[0]!r}"
+                )
 
     def _read_reference(self, path: str) -> int:
         """Read the reference, and return its last step."""
@@ -185,6 +219,17 @@ def _is_in_order(name: str) -> bool:
     The model's own output is that of its head.
     """
     return bool(name) and "experts" not in name.split(".")
+
+
+def _views(setup: RankSetup) -> Callable[[str, Any], Mapping[str, Any]] | None:
+    """Return the decoder's tensors within parameters of transformers, which stores some of them as one."""
+    options = setup.config.model.options
+    if not isinstance(options, TransformersConfig):
+        return None
+    folder = Path(options.path)
+    of_decoder, _ = DecoderConfig.read_directory(folder)
+    # The decoder may not know the architecture, which can be trained nevertheless.
+    return reference_views(folder, DecoderConfig(**of_decoder), setup.platform) if of_decoder else None
 
 
 def _about(setup: RankSetup) -> dict[str, Any]:

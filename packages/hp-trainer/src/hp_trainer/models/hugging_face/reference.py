@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
 from hp_dtensor.debug.recording import OPERATION
 from hp_trainer.config import section
 from hp_trainer.models.hugging_face.architectures import read_architecture
-from hp_trainer.models.hugging_face.tensor_map import build_tensor_map
+from hp_trainer.models.hugging_face.tensor_map import Piece, build_tensor_map
 
 if TYPE_CHECKING:
     from hp_dtensor.debug import Recording
+    from hp_dtensor.platform.interface import Platform
     from hp_trainer.models.decoder import DecoderConfig
+
+Tensor = Any
 
 # The wrapper of a plain module has it under this name.
 _WRAPPED = "module."
@@ -32,17 +35,14 @@ class TransformersConfig:
 def reference_names(folder: Path, options: DecoderConfig) -> dict[str, str]:
     """Return the decoder's name of each parameter and module that a model of transformers stores alike.
 
-    Names are missing where one tensor of transformers has several of the decoder, such as stacked experts.
+    Names are missing where one tensor of transformers has several of the decoder (see `reference_views`).
 
     Args:
         options: the decoder's options for this directory.
     """
-    architecture, _, _ = read_architecture(folder)
-    assert architecture is not None
     names: dict[str, str] = {}
-    for ours, mapped in build_tensor_map(options, architecture.model_type, fused=True).items():
-        [piece, *others] = mapped.pieces
-        if not others and piece.shape == mapped.shape and piece.axes == tuple(range(len(mapped.shape))):
+    for ours, piece in _pieces(folder, options):
+        if _is_alike(piece):
             names[piece.source] = ours
             for module, own in _modules(piece.source, ours):
                 names.setdefault(module, own)
@@ -51,6 +51,47 @@ def reference_names(folder: Path, options: DecoderConfig) -> dict[str, str]:
         if ours.endswith("expert_bias") or (ours == "embed" and options.scale_embeddings):
             del names[name]
     return names
+
+
+def reference_views(
+    folder: Path, options: DecoderConfig, platform: Platform
+) -> Callable[[str, Tensor], dict[str, Tensor]]:
+    """Return a function that returns the decoder's tensors within a parameter of transformers, by the decoder's names.
+
+    These are views of the parameter, or of a gradient or optimizer state of its shape. There are none where the decoder
+    has the same tensor.
+
+    Args:
+        options: the decoder's options for this directory.
+    """
+    found: dict[str, dict[str, Piece]] = {}
+    for ours, piece in _pieces(folder, options):
+        if not _is_alike(piece):
+            found.setdefault(_WRAPPED + piece.source, {})[ours] = piece
+
+    def views(name: str, x: Tensor) -> dict[str, Tensor]:
+        pieces = found.get(name, {})
+        return {
+            ours: platform.ops.permute(x[piece.slices], piece.order)
+            for ours, piece in pieces.items()
+            if tuple(x.shape) == piece.shape
+        }
+
+    return views
+
+
+def _pieces(folder: Path, options: DecoderConfig) -> Iterator[tuple[str, Piece]]:
+    """Yield the decoder's tensors by name, each with its location in the model of transformers in memory."""
+    architecture, _, _ = read_architecture(folder)
+    assert architecture is not None
+    for ours, mapped in build_tensor_map(options, architecture.model_type, fused=True).items():
+        # Experts are stacked in memory.
+        [piece] = mapped.pieces
+        yield ours, piece
+
+
+def _is_alike(piece: Piece) -> bool:
+    return piece.shape == piece.box.shape and piece.order == tuple(range(len(piece.shape)))
 
 
 def _modules(theirs: str, ours: str) -> Iterator[tuple[str, str]]:

@@ -48,16 +48,24 @@ class Piece:
         """
         # Dimensions in the checkpoint's order; the decoder's dimensions that are missing have size 1 and come with the
         # reshape.
-        found = read_slices(self.source, self._slices(part))
-        order = sorted(range(len(self.axes)), key=lambda dimension: self.axes[dimension])
-        return found.transpose(order).reshape(part.shape)
+        return read_slices(self.source, self._slices(part)).transpose(self.order).reshape(part.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The piece's elements in the checkpoint's tensor."""
+        return self._slices(self.box)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions of the checkpoint's tensor in the decoder's order."""
+        return tuple(sorted(range(len(self.axes)), key=lambda dimension: self.axes[dimension]))
 
     def place(self, values: Array, into: Array) -> None:
         """Write the elements of the piece's box, in the box's shape, into the checkpoint's tensor `into`."""
         # The inverse of `read`: drop the dimensions of size 1, then order the others as the checkpoint does.
         sizes = [self.box.shape[axis] for axis in sorted(self.axes)]
         ranks = {axis: rank for rank, axis in enumerate(sorted(self.axes))}
-        into[self._slices(self.box)] = values.reshape(sizes).transpose([ranks[axis] for axis in self.axes])
+        into[self.slices] = values.reshape(sizes).transpose([ranks[axis] for axis in self.axes])
 
     def _slices(self, part: Box) -> tuple[slice, ...]:
         found = []
