@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,13 @@ def test_a_difference_has_exit_code_1_and_a_picture(config: str, trained: Any, c
     assert "B is 0.2 times A" in out
     assert "within  not narrowed: computed after forward and backward" in out
     assert "<svg" in picture.read_text()
+
+
+def test_the_first_differing_operation_is_named(config: str, trained: Any, capsys: Any) -> None:
+    assert main(["diff", config, "--steps=1", "--b.model.attention_scale=0.5"]) == 1
+    out = capsys.readouterr().out
+    assert "different from step 1, forward of layers.0.attention.o_proj on" in out
+    assert re.search(r"within  layers.0.attention: \d+ \w+, output; the last that agrees is layers.0.", out), out
 
 
 @pytest.mark.usefixtures("torch_suffices")

@@ -40,7 +40,8 @@ class StepRecorder:
         self._cp_rank = setup.mesh["cp"].get_local_rank() if setup.dims.cp_enabled else 0
         self._first_row = 0
         self._check_operations()
-        views = _views(setup)
+        # hp-dtensor 0.1.1 has no views.
+        views: dict[str, Any] = {} if (found := _views(setup)) is None else {"views": found}
         self._recorder = Recorder(
             setup.model,
             setup.platform,
@@ -50,8 +51,7 @@ class StepRecorder:
             buffers=True,
             about=_about(setup),
             first_step=step,
-            # hp-dtensor 0.1.1 has no views.
-            **({} if views is None else {"views": views}),
+            **views,
         )
         self._has_warned, self._last = False, 0
         self._reference: Recording | None = None
