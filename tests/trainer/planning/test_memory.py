@@ -195,9 +195,10 @@ def test_a_plan_has_three_buckets_of_the_parameters_at_a_place_of_a_pipeline(mon
     config = config_of(model__num_hidden_layers=4, parallel__pp=2, training__offload_optimizer="true")
     shape = shape_of(config, 2)
     for parts in [stage_buffers(shape, rank) for rank in range(shape.dims.pp)]:
-        sizes = [8 * math.prod(each.shape) for buffer in parts.buffers for each in buffer.parameters]
-        state, _ = memory.optimizer_bytes(shape, parts)
-        assert state == sum(sizes)
-        plans = memory._GatheredForStep(shape, parts).moments()
-        (update,) = [plan for plan in plans if plan.moment == "the update"]
-        assert update.optimizer == pytest.approx(max(sum(sizes[i : i + 3]) for i in range(len(sizes))))
+        ends = parts.root.buffers + parts.tied.buffers
+        # Blocks are equal, and each is a group.
+        blocks = parts.dense[0].buffers * len(parts.layers)
+        sizes = [8 * math.prod(each.shape) for buffer in (*blocks, *ends) for each in buffer.parameters]
+        assert parts.total.state == sum(sizes)
+        updated = memory._updated_share(shape, parts) * parts.total.state
+        assert updated == pytest.approx(max(sum(sizes[i : i + 3]) for i in range(len(sizes))))

@@ -97,5 +97,5 @@ def test_a_registered_schedule_is_planned_with_its_own_number_of_micro_batches(
     for is_shortened in (True, False):
         found = [each.what for each in layout_problems(config, 2, is_shortened=is_shortened)]
         assert found == ([] if exists else ["no multiple"])
-    assert any(plan.shape.dims.pp == 2 for plan in ranking.fitting) == exists
+    assert any(plan.shape.dims.pp == 2 for plan in ranking.fastest()) == exists
     assert ("pipeline.schedule: no multiple" in ranking.reasons) == (not exists)

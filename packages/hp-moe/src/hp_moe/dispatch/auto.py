@@ -224,6 +224,8 @@ def ranks_per_token(num_experts: int, top_k: int, num_ranks: int) -> float:
     return _reached(num_experts, top_k, num_ranks, -(-num_experts // num_ranks))
 
 
+# Cached: a search of layouts asks for the same numbers of ranks thousands of times.
+@functools.lru_cache(maxsize=1024)
 def _reached(num_experts: int, top_k: int, owners: int, chunk: int) -> float:
     """Return the mean number of owners with experts for a token, if each owns `chunk` consecutive experts."""
     # 1 - C(E - own, K) / C(E, K) is the probability that at least one of K distinct experts is among the own ones.

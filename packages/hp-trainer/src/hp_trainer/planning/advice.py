@@ -16,7 +16,7 @@ from hp_trainer.parallel.axes import divisors
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.planning.pipeline import splits_backward
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
-from hp_trainer.planning.search import layout_reasons
+from hp_trainer.planning.search import Pipelines, layout_reasons
 from hp_trainer.planning.shapes import StepShape, budget_error
 from hp_trainer.planning.user_modules import ModuleCounter
 from hp_trainer.sizes import format_size
@@ -128,7 +128,7 @@ class _Search:
     def __init__(self, plan: StepPlan, memory: float, reload: Reload, counter: ModuleCounter | None) -> None:
         self._plan_given, self._memory, self._reload, self._counter = plan, memory, reload, counter
         # Reasons against schedules, the cache of `layout_reasons`, for each setting of the pipeline.
-        self._pipelines: dict[Hashable, dict[tuple[int, int], tuple[str, ...]]] = {}
+        self._pipelines: dict[Hashable, Pipelines] = {}
 
     def fitting(self, tried: Iterable[Change]) -> list[FittingChange]:
         """Return the changes that fit; of alternatives, the fastest."""

@@ -15,7 +15,7 @@ from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.planning.devices import Device
-from hp_trainer.planning.memory import MemoryPlan, optimizer_bytes, plan_memory
+from hp_trainer.planning.memory import MemoryPlan, plan_memory
 from hp_trainer.planning.shapes import (
     EstimateModel,
     Memo,
@@ -26,7 +26,7 @@ from hp_trainer.planning.shapes import (
     stage_buffers,
     unplanned_settings,
 )
-from hp_trainer.planning.step_time import StepTime, seconds_of, step_time
+from hp_trainer.planning.step_time import Computation, StepTime, computation_of, seconds_of, with_idle, without_idle
 from hp_trainer.planning.traffic import stage_traffic
 from hp_trainer.sizes import format_size
 
@@ -47,14 +47,23 @@ class StepPlan:
     stages: tuple[StageBuffers, ...]
     memory: tuple[MemoryPlan, ...]
 
-    # Computed on first use: a search needs the times of layouts that fit only.
+    # Computed on first use: a search computes the full time of the fastest layouts only.
+    @functools.cached_property
+    def computations(self) -> list[Computation]:
+        """Time of a step in which each rank of the pipeline computes."""
+        return [computation_of(self.shape, stage, self.device) for stage in self.stages]
+
+    @functools.cached_property
+    def times_without_idle(self) -> list[StepTime]:
+        """Time of a step for each rank of the pipeline, as if it never waited for the others."""
+        pairs = zip(self.stages, self.computations, strict=True)
+        return [without_idle(self.shape, stage, self.device, computed) for stage, computed in pairs]
+
     @functools.cached_property
     def times(self) -> list[StepTime]:
         """Time of a step for each rank of the pipeline."""
-        states = [optimizer_bytes(self.shape, stage)[0] for stage in self.stages]
-        return [
-            step_time(self.shape, stage, self.device, state) for stage, state in zip(self.stages, states, strict=True)
-        ]
+        pairs = zip(self.computations, self.times_without_idle, strict=True)
+        return [with_idle(self.shape, self.device, computed, time) for computed, time in pairs]
 
     @functools.cached_property
     def slowest(self) -> int:
@@ -123,7 +132,7 @@ def plan_step(
         config: a configuration that is legal with these degrees.
         memo: as in `StepShape.of`.
         every_rank: plan every rank of a pipeline; False: only the first, the middle and the last one, which need most.
-        limit: bytes; ranks of the pipeline after the first one that needs more are left out.
+        limit: bytes; planning ends at the first moment of a rank that needs more, so the peak is a lower bound then.
         estimate_model: as in `StepShape.of`.
 
     Raises:
@@ -136,7 +145,7 @@ def plan_step(
     memory: list[MemoryPlan] = []
     for rank in chosen:
         stages.append(stage_buffers(shape, rank))
-        memory.append(plan_memory(shape, stages[-1]))
+        memory.append(plan_memory(shape, stages[-1], limit))
         if memory[-1].total > limit:
             break
     return StepPlan(shape=shape, device=device, stages=tuple(stages), memory=tuple(memory))

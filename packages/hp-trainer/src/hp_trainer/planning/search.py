@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from hp_trainer.parallel.layouts import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
 from hp_trainer.planning.shapes import Memo, budget_error, unplanned_settings
+from hp_trainer.planning.step_time import computation_of
 from hp_trainer.sizes import format_size
 from hp_trainer.training.pipelined import checked_microbatches
 
@@ -38,7 +40,7 @@ class Ranking:
     Attributes:
         world_size: ranks of the job.
         memory: bytes of a device.
-        fitting: plans of layouts that fit, the fastest first.
+        fitting: for each layout that fits, its plans with the settings that may be the fastest.
         smallest: plan of the legal layout that needs least memory among those that do not fit; None if there are none.
         num_too_large: number of legal layouts that do not fit.
         reasons: reasons against illegal layouts, with the number of layouts each one rules out.
@@ -47,11 +49,36 @@ class Ranking:
 
     world_size: int
     memory: float
-    fitting: tuple[StepPlan, ...]
+    fitting: tuple[tuple[StepPlan, ...], ...]
     smallest: StepPlan | None
     num_too_large: int
     reasons: Counter[str]
     num_illegal: int
+
+    def fastest(self, number: int | None = None) -> list[StepPlan]:
+        """Return the fastest plan of each layout that fits, the fastest first; at most so many.
+
+        The time of a plan is computed in steps, each of which can only add to it. A plan that is slower than enough
+        others after one step is left there.
+        """
+        bounds: list[Callable[[StepPlan], float]] = [
+            lambda plan: computation_of(plan.shape, plan.stages[-1], plan.device).total,
+            lambda plan: max(each.total for each in plan.times_without_idle),
+            lambda plan: plan.time.total,
+        ]
+        # Lower bounds come before equal times, and equal times in the order of layouts.
+        queue = [(0.0, 0, layout, way) for layout, ways in enumerate(self.fitting) for way in range(len(ways))]
+        found: dict[int, StepPlan] = {}
+        while queue and (number is None or len(found) < number):
+            _, steps, layout, way = heapq.heappop(queue)
+            plan = self.fitting[layout][way]
+            if steps == len(bounds):
+                found.setdefault(layout, plan)
+            elif layout not in found:
+                # Times in steps and as a whole may differ in their last bit.
+                seconds = bounds[steps](plan) * (1 if steps == len(bounds) - 1 else 1 - 1e-12)
+                heapq.heappush(queue, (seconds, steps + 1, layout, way))
+        return list(found.values())
 
 
 def search_layouts(config: TrainerConfig, world_size: int, device: Device, memory: float) -> Ranking:
@@ -70,24 +97,28 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     """
     single = _SingleDegreeProblems(config)
     reasons: Counter[str] = Counter()
-    fitting: list[StepPlan] = []
+    fitting: list[tuple[StepPlan, ...]] = []
     planner = _Planner(config, device, memory)
     num_illegal = 0
-    # A schedule is built and simulated to check it, so its problems are cached by its sizes.
-    pipelines: dict[tuple[int, int], tuple[str, ...]] = {}
+    # Checks of a stage's model and batch read no other degrees than these four.
+    stages: dict[tuple[int, int, int, int], tuple[str, ...]] = {}
+    pipelines: Pipelines = {}
     has_experts = bool(getattr(config.model.options, "num_experts", None))
     for degrees in list_degrees(world_size, ("folded", "peer"), has_experts=has_experts):
         found = single.of(degrees)
         if not found:
             dims = ParallelDims(**degrees, cp_method=config.parallel.cp_method, world_size=world_size)
-            found = layout_reasons(config, dims, pipelines)
+            key = dims.tp, dims.cp, dims.ep, dims.dp_size
+            if key not in stages:
+                stages[key] = _stage_reasons(config, dims)
+            found = (*stages[key], *_pipeline_reasons(config, dims, pipelines))
         if found:
             num_illegal += 1
             reasons.update(found)
             continue
-        plan = planner.best(dims)
-        if plan is not None:
-            fitting.append(plan)
+        plans = planner.fitting(dims)
+        if plans:
+            fitting.append(plans)
     if planner.num_over_budget:
         num_illegal += planner.num_over_budget
         what = "training.activation_budget: activations exceed it even if everything is recomputed"
@@ -95,7 +126,7 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     return Ranking(
         world_size=world_size,
         memory=memory,
-        fitting=tuple(sorted(fitting, key=lambda plan: plan.time.total)),
+        fitting=tuple(fitting),
         smallest=planner.smallest(),
         num_too_large=planner.num_too_large,
         reasons=reasons,
@@ -116,18 +147,18 @@ class _Planner:
         self._memos: dict[int, Memo] = {}
         self.num_over_budget = 0
         self.num_too_large = 0
-        # Planned up to the first rank of a pipeline that needs too much: a lower bound of the layout's memory.
+        # Planned up to the first moment that needs too much: a lower bound of the layout's memory.
         self.too_large: list[StepPlan] = []
 
-    def best(self, dims: ParallelDims) -> StepPlan | None:
-        """Return the plan of a layout, with memory-saving settings if it needs them; None if it does not fit."""
+    def fitting(self, dims: ParallelDims) -> tuple[StepPlan, ...]:
+        """Return the plans with which a layout fits: as configured, or else with memory-saving settings."""
         plan = self._plan(self._given, dims, self._memory)
         # A budget already recomputes everything that it must, so no other setting can satisfy it.
         if budget_error(plan.shape) is not None:
             self.num_over_budget += 1
-            return None
+            return ()
         if plan.peak <= self._memory:
-            return plan
+            return (plan,)
         recomputes, often = plan.shape.recomputes, plan.shape.config.parallel.reduce_gradients == "step"
         if often:
             # Gradients could be reduced after each micro-batch. A pipeline then also gathers weights for each use,
@@ -140,12 +171,11 @@ class _Planner:
         # Both together only if neither is enough alone: each of them costs time.
         if often and not recomputes and all(each.peak > self._memory for each in tried):
             tried.append(self._plan(self._both, dims, self._memory))
-        fitting = [each for each in tried if each.peak <= self._memory]
-        if fitting:
-            return min(fitting, key=lambda each: each.time.total)
-        self.num_too_large += 1
-        self.too_large += [plan, *tried]
-        return None
+        fitting = tuple(each for each in tried if each.peak <= self._memory)
+        if not fitting:
+            self.num_too_large += 1
+            self.too_large += [plan, *tried]
+        return fitting
 
     def smallest(self) -> StepPlan | None:
         """Return the plan of the layout that needs least memory among those that do not fit."""
@@ -204,24 +234,32 @@ class _SingleDegreeProblems:
         return self._known[key]
 
 
-def layout_reasons(
-    config: TrainerConfig, dims: ParallelDims, pipelines: dict[tuple[int, int], tuple[str, ...]]
-) -> tuple[str, ...]:
+Pipelines = dict[tuple[int, int], tuple[str, ...]]
+
+
+def layout_reasons(config: TrainerConfig, dims: ParallelDims, pipelines: Pipelines) -> tuple[str, ...]:
     """Return the reasons against a layout whose degrees are legal one by one.
 
     Args:
         pipelines: reasons against the configuration's schedule by its sizes, a cache that is filled here.
     """
+    return (*_stage_reasons(config, dims), *_pipeline_reasons(config, dims, pipelines))
+
+
+def _stage_reasons(config: TrainerConfig, dims: ParallelDims) -> tuple[str, ...]:
+    """Return the reasons against a layout of one pipeline stage."""
+    return _reasons(training_problems(dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp), config))
+
+
+def _pipeline_reasons(config: TrainerConfig, dims: ParallelDims, pipelines: Pipelines) -> tuple[str, ...]:
     if not dims.pp_enabled:
-        return _reasons(training_problems(dims, config))
+        return ()
     key = dims.pp, checked_microbatches(config, dims)
+    # A schedule is built and simulated to check it.
     if key not in pipelines:
         pipelines[key] = _reasons(schedule_problems(dims, config, is_shortened=True))
-    # The other checks are those of one stage's ranks. They would list the schedule again for each layout.
-    one_stage = dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
-    others = _reasons(training_problems(one_stage, config))
     alone = (*microbatch_problems(dims, config), *limit_problems(dims, config))
-    return (*others, *_reasons(iter(alone)), *pipelines[key])
+    return (*_reasons(iter(alone)), *pipelines[key])
 
 
 def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:
@@ -239,8 +277,9 @@ def describe_ranking(ranking: Ranking) -> str:
         f"{legal} legal layouts of {ranking.world_size:,} ranks, of which {len(ranking.fitting)} fit in "
         f"{format_size(ranking.memory)}; the fastest by estimated time:"
     ]
-    lines += _table(ranking.fitting[:SHOWN])
-    shapes = [plan.shape for plan in (*ranking.fitting[:SHOWN], *([ranking.smallest] if ranking.smallest else []))]
+    fastest = ranking.fastest(SHOWN)
+    lines += _table(fastest)
+    shapes = [plan.shape for plan in (*fastest, *([ranking.smallest] if ranking.smallest else []))]
     lines += dict.fromkeys(f"not planned: {each}" for shape in shapes for each in unplanned_settings(shape))
     if ranking.smallest is not None:
         lines.append(
@@ -259,9 +298,9 @@ def describe_ranking(ranking: Ranking) -> str:
 
 def describe_fitting(ranking: Ranking) -> str:
     """Return the layouts that would fit instead of one that does not."""
-    if ranking.fitting:
+    if fastest := ranking.fastest(3):
         title = f"{len(ranking.fitting)} layouts of {ranking.world_size:,} ranks would fit; the fastest: "
-        return "\n".join([title + _named(ranking.fitting[0]), *_table(ranking.fitting[:3])])
+        return "\n".join([title + _named(fastest[0]), *_table(fastest)])
     if ranking.smallest is None:
         return "no layout of this model and batch is legal for so many ranks; hp-train layouts says why"
     best = ranking.smallest
@@ -286,7 +325,7 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
                 "memory": plan.peak,
                 "utilization": plan.utilization,
             }
-            for plan in ranking.fitting[:SHOWN]
+            for plan in ranking.fastest(SHOWN)
         ],
         "num_fitting": len(ranking.fitting),
         "num_too_large": ranking.num_too_large,
@@ -295,7 +334,7 @@ def ranking_as_json(ranking: Ranking) -> dict[str, Any]:
     }
 
 
-def _table(plans: tuple[StepPlan, ...]) -> list[str]:
+def _table(plans: list[StepPlan]) -> list[str]:
     if not plans:
         return ["  none"]
     heads = (*LAYOUT_COLUMNS, "recompute", "reduce", "step", "memory", "of peak rate")

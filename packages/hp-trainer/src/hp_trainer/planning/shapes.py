@@ -5,13 +5,14 @@ The rest of the plan is computed from these. Start reading here.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from hp_dtensor.parallel.attention import ContextCost
 from hp_fsdp import PlannedBuffer, PlannedParameter, plan_group
@@ -124,7 +125,16 @@ class StepShape:
     @functools.cached_property
     def micro_batch_shape(self) -> MicroBatchShape:
         """Sizes of one micro-batch on a rank, as the model's estimates take them."""
-        return micro_batch_shape(self.config, self.dims, fused_experts=self.fuses_experts)
+        dims = self.dims
+        # Everything in the layout that it depends on. Many layouts differ only in other degrees.
+        key = "micro batch", dims.tp, dims.cp, dims.ep, dims.etp, dims.expert_mesh, dims.dp_size, self.num_microbatches
+
+        def compute() -> MicroBatchShape:
+            found = micro_batch_shape(self.config, dims, fused_experts=self.fuses_experts)
+            # Equal shapes are one object, so that they are compared quickly as keys.
+            return self.shared(found, lambda: found)
+
+        return self.shared(key, compute)
 
     def attention_cost(self, window: int | None = None) -> ContextCost:
         """Return the cost of one layer's attention over context parallel ranks."""
@@ -178,10 +188,14 @@ class StepShape:
         """Return the last layer of each stage of a rank, whose activations are not offloaded."""
         if not self.dims.pp_enabled:
             # Its backward follows its forward at once, so a copy to the host would be needed back immediately.
-            return frozenset({self.model.num_layers - 1})
+            return frozenset(range(self.model.num_layers)[-1:])
         owners = self.pipeline.rank_of_stage
-        stages = self._stages(len(owners))
-        return frozenset(max(stages[each]) for each, owner in enumerate(owners) if owner == rank and stages[each])
+
+        def compute() -> frozenset[int]:
+            stages = self._stages(len(owners))
+            return frozenset(max(stages[each]) for each, owner in enumerate(owners) if owner == rank and stages[each])
+
+        return self.shared(("last layers", owners, rank), compute)
 
     def _stages(self, num_stages: int) -> list[range]:
         return self.shared(("stages", num_stages), lambda: split_layers(self.config, num_stages))
@@ -262,109 +276,165 @@ def recompute_of(shape: StepShape) -> list[BlockRecompute]:
 # Weights -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+class GroupBytes(NamedTuple):
+    """Sums over the buffers of one FSDP group, or arrays of these sums with an entry for each block.
+
+    Attributes:
+        shard, full, full_gradient, gradient, reduced, gather_wire, reduce_wire, replicate_wire: sums of the attributes
+            of `PlannedBuffer`.
+        leaving: bytes of `full_gradient` freed when its reduction ends. With one shard the reduction returns the full
+            gradient itself, and nothing is freed.
+        autograd: gradients that autograd holds of single weights, before they are copied into the flat buffer.
+        embedding: the part of `autograd` for the embedding.
+        state, average: the optimizer's state and the moving average on the rank that has most.
+        buffers, trained: number of buffers, and of those that are trained.
+    """
+
+    shard: Any = 0.0
+    full: Any = 0.0
+    full_gradient: Any = 0.0
+    gradient: Any = 0.0
+    reduced: Any = 0.0
+    gather_wire: Any = 0.0
+    reduce_wire: Any = 0.0
+    replicate_wire: Any = 0.0
+    leaving: Any = 0.0
+    autograd: Any = 0.0
+    embedding: Any = 0.0
+    state: Any = 0.0
+    average: Any = 0.0
+    buffers: Any = 0
+    trained: Any = 0
+
+
+class Group(NamedTuple):
+    """The buffers of one FSDP group, and their bytes."""
+
+    buffers: tuple[PlannedBuffer, ...] = ()
+    bytes: GroupBytes = GroupBytes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockKinds:
+    """Blocks with equal groups on one rank of the pipeline.
+
+    Attributes:
+        first: the block whose groups serve for all of its kind.
+        unreached: backward does not reach the blocks, because nothing is trained in or before them.
+        times: number of blocks.
+        of_block: for each block in the order of backward, the index of its kind.
+        has_next: for each block in the order of backward, whether backward continues in the block before it.
+    """
+
+    first: tuple[int, ...]
+    unreached: tuple[bool, ...]
+    times: tuple[int, ...]
+    of_block: Any
+    has_next: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageBuffers:
-    """The part of the model on one rank of the pipeline, and the FSDP buffers that hold its weights.
+    """The part of the model on one rank of the pipeline, and the FSDP groups that hold its weights.
 
     Attributes:
         rank: index in the pipeline; 0 without one.
-        part: the part of the model, whose `layers` are stated.
-        root: buffers of embedding, norm and head, a tied embedding in a group of its own included.
-        tied: buffers of `root` that another stage has a copy of.
-        blocks: buffers of each block without its experts; blocks of one kind share the tuple.
-        block_experts: buffers of each block's experts.
+        part: the part of the model.
+        layers: indices of its blocks, in order.
         is_pipelined: the pipeline has other ranks.
-        unreached_blocks: first blocks, which backward does not reach; None: those before the first trained parameter.
+        kinds: the kinds of its blocks.
+        dense, experts: for each kind, the group of a block without its experts, and that of its experts.
+        root: embedding, norm and head.
+        tied: an embedding that another stage has a copy of.
     """
 
     rank: int
     part: ModelPart
-    root: tuple[PlannedBuffer, ...]
-    tied: tuple[PlannedBuffer, ...]
-    blocks: dict[int, tuple[PlannedBuffer, ...]]
-    block_experts: dict[int, tuple[PlannedBuffer, ...]]
+    layers: tuple[int, ...]
     is_pipelined: bool
-    unreached_blocks: tuple[int, ...] | None = None
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Indices of the blocks, in order."""
-        layers = self.part.layers
-        assert isinstance(layers, tuple)
-        return layers
+    kinds: BlockKinds
+    dense: tuple[Group, ...]
+    experts: tuple[Group, ...]
+    root: Group
+    tied: Group
 
     @property
     def head(self) -> bool:
         """True if the part has the final norm and the head."""
         return self.part.head
 
-    @functools.cached_property
-    def counted(self) -> tuple[tuple[PlannedBuffer, int], ...]:
-        """Every different buffer once, with the number of blocks that have one like it."""
-        # Blocks of one kind share the tuple itself, so counting identities avoids comparing buffers.
-        groups = [*self.blocks.values(), *self.block_experts.values(), self.root]
-        kinds = {id(group): group for group in groups}
-        times = Counter(map(id, groups))
-        return tuple((each, times[key]) for key, group in kinds.items() for each in group)
+    @property
+    def counted(self) -> Iterator[tuple[Group, int]]:
+        """Every different group, with the number of blocks that have one like it."""
+        yield from zip(self.dense, self.kinds.times, strict=True)
+        yield from ((self.root, 1), (self.tied, 1))
+        yield from zip(self.experts, self.kinds.times, strict=True)
 
     @functools.cached_property
-    def buffers(self) -> tuple[PlannedBuffer, ...]:
-        """The buffers of all blocks, then of the root, then of experts."""
-        dense = (*itertools.chain(*self.blocks.values()), *self.root)
-        return (*dense, *itertools.chain(*self.block_experts.values()))
-
-    def total(self, name: str) -> float:
-        """Return the sum of one attribute over all buffers."""
-        return float(sum(times * getattr(each, name) for each, times in self.counted))
-
-    def block_buffers(self, layer: int) -> tuple[PlannedBuffer, ...]:
-        """Return all buffers of a block."""
-        return (*self.blocks[layer], *self.block_experts.get(layer, ()))
+    def total(self) -> GroupBytes:
+        """Sums over all groups."""
+        groups, times = zip(*self.counted, strict=True)
+        return GroupBytes(*(np.array(times, float) @ np.array([each.bytes for each in groups], float)).tolist())
 
     @functools.cached_property
-    def unreached(self) -> tuple[int, ...]:
-        """First blocks of the model that backward does not reach, because nothing is trained in or before them."""
-        if self.unreached_blocks is not None:
-            return self.unreached_blocks
-        found: list[int] = []
-        trains = any(each.name == "embed.weight" and each.trainable for b in self.root for each in b.parameters)
-        for layer in () if self.rank > 0 or trains else self.layers:
-            if any(each.trainable for each in self.block_buffers(layer)):
-                break
-            found.append(layer)
-        return tuple(found)
+    def outer(self) -> GroupBytes:
+        """Sums of what is in no block: embedding, norm and head."""
+        return GroupBytes(*map(sum, zip(self.root.bytes, self.tied.bytes, strict=True)))
 
-    def kind(self, layer: int) -> tuple[int, int]:
-        """Return a key that is equal for blocks with equal buffers."""
-        return id(self.blocks[layer]), id(self.block_experts.get(layer))
+    @functools.cached_property
+    def expert_blocks(self) -> GroupBytes:
+        """Bytes of each block's experts, in the order of backward."""
+        return GroupBytes(*_table(self.experts)[self.kinds.of_block].T)
+
+    @functools.cached_property
+    def blocks(self) -> GroupBytes:
+        """Bytes of each block, in the order of backward."""
+        return GroupBytes(*(_table(self.dense) + _table(self.experts))[self.kinds.of_block].T)
+
+
+def _table(groups: tuple[Group, ...]) -> Any:
+    return np.array([each.bytes for each in groups], float).reshape(len(groups), len(GroupBytes._fields))
 
 
 def stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
     """Return the buffers of one rank of the pipeline; without a pipeline, rank 0 has everything."""
+    dims = shape.dims
+    # Everything in the layout that the buffers depend on: data-parallel degrees count only by their products.
+    sizes = dims.tp, dims.ep, dims.etp, dims.pp, dims.fsdp_size, dims.efsdp_size, shape.num_replicas
+    owners = shape.pipeline.rank_of_stage if dims.pp_enabled else ()
+    return shape.shared(("stage", sizes, owners, rank), lambda: _stage_buffers(shape, rank))
 
-    def first_of_each_kind() -> dict[Hashable, int]:
-        # Filled from the last layer to the first, so that the first one of a kind remains.
-        return {shape.model.layer_kind(layer): layer for layer in reversed(range(shape.model.num_layers))}
 
-    dims, freeze, part = shape.dims, shape.config.training.freeze, shape.part_of(rank)
-    layers = tuple(part.layers or ())
-    # Blocks of one kind differ only in names, so the first block's buffers serve for all. Patterns of frozen names may
-    # tell them apart.
-    first = {} if freeze else shape.shared("first of each kind", first_of_each_kind)
-    representative = {layer: layer if freeze else first[shape.model.layer_kind(layer)] for layer in layers}
-    # Everything that the buffers depend on: data-parallel degrees count only by their products.
-    sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.fsdp_size, dims.efsdp_size, shape.num_replicas
-    chosen = ModelPart(embed=part.embed, layers=tuple(sorted(set(representative.values()))), head=part.head)
-    found = shape.shared(("groups", sizes, chosen), lambda: _groups(shape, chosen))
+def _stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
+    dims, part = shape.dims, shape.part_of(rank)
+    layers, ends = tuple(part.layers or ()), (part.embed, part.head)
+    first = shape.shared(("first of each kind", layers), lambda: _first_of_each_kind(shape, layers))
+    chosen = ModelPart(embed=part.embed, layers=tuple(sorted(set(first))), head=part.head)
+    sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.efsdp_size
+    planned = shape.shared(
+        ("parameters", sizes, ends, chosen.layers),
+        lambda: _interned(shape, shape.model.parameters(dims, chosen, freeze=shape.config.training.freeze)),
+    )
+
+    def group(parameters: tuple[PlannedParameter, ...], shards: int) -> Group:
+        # By identity, which is unique because the memo keeps the parameters alive.
+        key = "group", id(parameters), shards, shape.num_replicas
+        return shape.shared(key, lambda: _plan_group(shape, parameters, shards))
+
+    fsdp, efsdp = dims.fsdp_size, dims.efsdp_size
+    kinds = shape.shared(("kinds", ends, rank > 0, layers), lambda: _kinds(shape, rank, layers, first, planned))
     return StageBuffers(
         rank=rank,
-        part=ModelPart(embed=part.embed, layers=layers, head=part.head),
-        root=(*found.root, *found.tied),
-        tied=found.tied,
-        blocks=_by_layer(found.blocks, representative),
-        block_experts=_by_layer(found.experts, representative),
+        part=part,
+        layers=layers,
         is_pipelined=dims.pp_enabled,
-        unreached_blocks=shape.model.unreached_blocks(),
+        kinds=kinds,
+        dense=tuple(group(planned.blocks[layer], fsdp) for layer in kinds.first),
+        experts=tuple(
+            group(planned.experts[layer], efsdp) if layer in planned.experts else Group() for layer in kinds.first
+        ),
+        root=group(planned.root, fsdp),
+        tied=group(planned.tied_embedding, fsdp),
     )
 
 
@@ -381,66 +451,87 @@ def full_shapes(shape: StepShape) -> Mapping[str, tuple[int, ...]]:
     return shape.shared("full shapes", compute)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Groups:
-    """The buffers of a part of the model, by the index of each block."""
+def _first_of_each_kind(shape: StepShape, layers: tuple[int, ...]) -> list[int]:
+    """Return for each block the first block of the model whose groups differ from its own in names only."""
+    # Patterns of frozen names may tell blocks of one kind apart.
+    if shape.config.training.freeze:
+        return list(layers)
+    kinds: dict[Hashable, int] = {}
+    for layer in range(shape.model.num_layers):
+        kinds.setdefault(shape.model.layer_kind(layer), layer)
+    return [kinds[shape.model.layer_kind(layer)] for layer in layers]
 
-    root: tuple[PlannedBuffer, ...]
-    tied: tuple[PlannedBuffer, ...]
-    blocks: dict[int, tuple[PlannedBuffer, ...]]
-    experts: dict[int, tuple[PlannedBuffer, ...]]
 
+def _interned(shape: StepShape, planned: ModelParameters) -> ModelParameters:
+    """Return equal parameters as the same objects, since blocks of many layouts differ in their experts alone."""
 
-def _groups(shape: StepShape, part: ModelPart) -> _Groups:
-    dims = shape.dims
-    sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.efsdp_size
+    def same(parameters: tuple[PlannedParameter, ...]) -> tuple[PlannedParameter, ...]:
+        return shape.shared(("interned", parameters), lambda: parameters)
 
-    def plan_parameters() -> ModelParameters:
-        return shape.model.parameters(dims, part, freeze=shape.config.training.freeze)
-
-    planned = shape.shared(("parameters", sizes, part), plan_parameters)
-
-    def buffers(parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
-        # By identity, which is unique because the memo keeps the parameters alive.
-        key = "buffers", id(parameters), shards, shape.num_replicas
-        return shape.shared(key, lambda: _plan_buffers(shape, parameters, shards))
-
-    return _Groups(
-        root=buffers(planned.root, dims.fsdp_size),
-        tied=buffers(planned.tied_embedding, dims.fsdp_size),
-        blocks={layer: buffers(each, dims.fsdp_size) for layer, each in planned.blocks.items()},
-        experts={layer: buffers(each, dims.efsdp_size) for layer, each in planned.experts.items()},
+    return ModelParameters(
+        root=same(planned.root),
+        tied_embedding=same(planned.tied_embedding),
+        blocks={layer: same(each) for layer, each in planned.blocks.items()},
+        experts={layer: same(each) for layer, each in planned.experts.items()},
     )
 
 
-def _plan_buffers(shape: StepShape, parameters: tuple[PlannedParameter, ...], shards: int) -> tuple[PlannedBuffer, ...]:
+def _kinds(
+    shape: StepShape, rank: int, layers: tuple[int, ...], first: list[int], planned: ModelParameters
+) -> BlockKinds:
+    unreached = shape.model.unreached_blocks()
+    if unreached is None:
+        ends = (*planned.root, *planned.tied_embedding)
+        trains = rank > 0 or any(each.name == "embed.weight" and each.trainable for each in ends)
+        blocks = [(*planned.blocks[each], *planned.experts.get(each, ())) for each in first]
+        trained = itertools.accumulate((any(x.trainable for x in each) for each in blocks), max, initial=trains)
+        unreached = tuple(layer for layer, reached in zip(layers, list(trained)[1:], strict=True) if not reached)
+    pairs = [(like, layer in unreached) for layer, like in zip(layers, first, strict=True)]
+    times = Counter(pairs)
+    index = {pair: place for place, pair in enumerate(times)}
+    return BlockKinds(
+        first=tuple(like for like, _ in times),
+        unreached=tuple(is_unreached for _, is_unreached in times),
+        times=tuple(times.values()),
+        of_block=np.array([index[pair] for pair in reversed(pairs)], int),
+        has_next=np.array([layer - 1 in layers for layer in reversed(layers)], bool),
+    )
+
+
+def _plan_group(shape: StepShape, parameters: tuple[PlannedParameter, ...], shards: int) -> Group:
     training = shape.config.training
     # None: each parameter keeps its own item size, as in an unmodified module of mixed dtypes.
     retains_dtypes = shape.model.retains_dtypes and training.dtype == "float32"
     # Training in float32 ignores `training.reduce_dtype`: nothing is rounded for the reduction.
     reduce_dtype = "float32" if training.dtype == "float32" else training.reduce_dtype
-    return tuple(
-        plan_group(
-            parameters,
-            shards,
-            param_itemsize=None if retains_dtypes else ITEMSIZE[training.dtype],
-            reduce_itemsize=None if retains_dtypes else ITEMSIZE[reduce_dtype],
-            num_replicas=shape.num_replicas,
-        )
+    buffers = plan_group(
+        parameters,
+        shards,
+        param_itemsize=None if retains_dtypes else ITEMSIZE[training.dtype],
+        reduce_itemsize=None if retains_dtypes else ITEMSIZE[reduce_dtype],
+        num_replicas=shape.num_replicas,
     )
+    every = [_buffer_bytes(shape, each) for each in buffers]
+    return Group(tuple(buffers), GroupBytes(*map(sum, zip(*every, strict=True))) if every else GroupBytes())
 
 
-def _by_layer(
-    groups: Mapping[int, tuple[PlannedBuffer, ...]], representative: Mapping[int, int]
-) -> dict[int, tuple[PlannedBuffer, ...]]:
-    """Return the buffers of each block: those planned for its representative, the first block of its kind.
-
-    Blocks with frozen parameters get copies of their own, because whether backward reaches one depends on the blocks
-    before it, and traffic tells buffers apart by identity.
-    """
-    trained = {layer for layer, group in groups.items() if all(each.trainable for each in group)}
-    return {
-        layer: groups[like] if like in trained else tuple(map(copy.copy, groups[like]))
-        for layer, like in representative.items()
-        if like in groups
-    }
+def _buffer_bytes(shape: StepShape, buffer: PlannedBuffer) -> GroupBytes:
+    alike = {name: getattr(buffer, name) for name in GroupBytes._fields[:8]}
+    if not buffer.trainable:
+        return GroupBytes(**alike, buffers=1)
+    blocks = zip(buffer.parameters, buffer.layout.blocks, strict=True)
+    autograd = {each.name: block.numel * buffer.param_itemsize for each, block in blocks}
+    full, shards = full_shapes(shape), buffer.largest_local_numels()
+    # An optimizer that does not state its bytes is assumed to have two moments of each element.
+    state_bytes = getattr(shape.config.optimizer.options, "state_bytes", lambda _, __, count, size: 2 * count * size)
+    has_average = shape.config.training.ema.decay is not None
+    return GroupBytes(
+        **alike,
+        leaving=0 if buffer.reduces_in_place else buffer.full_gradient,
+        autograd=sum(autograd.values()),
+        embedding=autograd.get("embed.weight", 0),
+        state=sum(state_bytes(name, full[name], count, buffer.itemsize) for name, count in shards.items()),
+        average=sum(shards.values()) * buffer.itemsize * has_average,
+        buffers=1,
+        trained=1,
+    )

@@ -7,7 +7,7 @@ for. Within a block, products and cheap operations follow each other.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hp_dtensor.comm.links import Links
 from hp_trainer.models.estimates import Traffic
@@ -57,15 +57,45 @@ class StepTime:
         return sum(self.parts().values())
 
 
-def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes: float) -> StepTime:
-    """Return the estimated time of a step for one rank of the pipeline.
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """Seconds of a step in which one rank of the pipeline computes, a lower bound of the step.
 
-    Args:
-        state_bytes: bytes of the optimizer's state on a rank, which the update reads and writes.
+    Attributes:
+        products, recomputation, memory, update, offload: as in `StepTime`.
+        forward, weight_grad: the parts for forwards, and for gradients of weights apart from other gradients.
     """
-    count, cost, rates = shape.num_microbatches, stage_cost(shape, stage), _Rates.of(shape, device)
+
+    products: float
+    recomputation: float
+    memory: float
+    update: float
+    offload: float
+    forward: float
+    weight_grad: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds of forwards and backwards."""
+        return self.products + self.recomputation + self.memory
+
+    @property
+    def total(self) -> float:
+        """Sum of all seconds."""
+        return self.busy + self.update + self.offload
+
+
+def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Computation:
+    """Return the time in which one rank of the pipeline computes."""
+    count, cost, rates, sizes = (
+        shape.num_microbatches,
+        stage_cost(shape, stage),
+        _Rates.of(shape, device),
+        shape.micro_batch_shape,
+    )
     attention = count * cost.attention_flops
-    flops = count * shape.model.flops(shape.micro_batch_shape, stage.layers, head=stage.head)
+    key = "flops", sizes, stage.layers, stage.head
+    flops = count * shape.shared(key, lambda: shape.model.flops(sizes, stage.layers, head=stage.head))
     operands = count * cost.operands
     # Backward has two products for each one of forward. Fused attention computes its scores once more there.
     products = (
@@ -81,38 +111,54 @@ def step_time(shape: StepShape, stage: StageBuffers, device: Device, state_bytes
     recomputation = repeated / rates.products + again / rates.attention
     # Recomputation reads and writes what a forward does, a third of the whole.
     recomputation += rates.traffic / 3 * count * cost.recomputed_bytes / rates.memory
-    exchanges, overlapping, waited = _exchanges(shape, stage, device)
-    busy = products + recomputation + memory
-    forward = (products + memory) / 3
-    idle = 0.0
-    if stage.is_pipelined:
-        # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
-        exchanges.pop("pp", None)
-        waits = sum(exchanges.values())
-        # Attention has no weights. Where blocks are recomputed, all gradients are computed together.
-        weight_grad = 0.0 if shape.recomputes else (flops / 3 - attention) / rates.products
-        idle = _idle(shape, device, busy + waits, forward + waits / 2, weight_grad)
+    busy, forward = products + recomputation + memory, (products + memory) / 3
     # Each byte of weights, gradients and state counts twice: it is read and written.
-    shards = stage.total("shard") + stage.total("gradient")
-    update = (2 * shards + 2 * state_bytes) / rates.memory
+    update = 2 * (stage.total.shard + stage.total.gradient + stage.total.state) / rates.memory
     if shape.config.training.offload_optimizer:
         # Copies run in both directions at once, and overlap with the update.
-        update = max(update, state_bytes / device.host_bandwidth)
+        update = max(update, stage.total.state / device.host_bandwidth)
     every, last = layer_costs(shape), shape.last_layers(stage.rank)
-    at_ends = sum(every[layer].saved - every[layer].on_device for layer in last if layer in stage.blocks)
+    at_ends = sum(every[layer].saved - every[layer].on_device for layer in last)
     copied = count * (cost.saved - cost.on_device - at_ends) / device.host_bandwidth
-    hidden = device.hidden.get("weights", 0.0) * min(overlapping, busy)
-    return StepTime(
+    return Computation(
         products=products,
         recomputation=recomputation,
         memory=memory,
-        exchanges=exchanges,
-        weights=overlapping - hidden + waited,
-        idle=idle,
         update=update,
         # Forward hides copies to the host, backward those to the device.
         offload=max(0.0, copied - forward) + max(0.0, copied - (busy - forward)),
+        forward=forward,
+        # Attention has no weights. Where blocks are recomputed, all gradients are computed together.
+        weight_grad=0.0 if shape.recomputes else (flops / 3 - attention) / rates.products,
     )
+
+
+def without_idle(shape: StepShape, stage: StageBuffers, device: Device, computed: Computation) -> StepTime:
+    """Return the time of a step for one rank of the pipeline, as if it never waited for other ranks of the pipeline."""
+    exchanges, overlapping, waited = _exchanges(shape, stage, device)
+    if stage.is_pipelined:
+        # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
+        exchanges.pop("pp", None)
+    hidden = device.hidden.get("weights", 0.0) * min(overlapping, computed.busy)
+    return StepTime(
+        products=computed.products,
+        recomputation=computed.recomputation,
+        memory=computed.memory,
+        exchanges=exchanges,
+        weights=overlapping - hidden + waited,
+        idle=0.0,
+        update=computed.update,
+        offload=computed.offload,
+    )
+
+
+def with_idle(shape: StepShape, device: Device, computed: Computation, time: StepTime) -> StepTime:
+    """Return the estimated time of a step for one rank of the pipeline, by its time without idling."""
+    if not shape.dims.pp_enabled:
+        return time
+    waits = sum(time.exchanges.values())
+    idle = _idle(shape, device, computed.busy + waits, computed.forward + waits / 2, computed.weight_grad)
+    return replace(time, idle=idle)
 
 
 @dataclass(frozen=True)

@@ -33,53 +33,46 @@ def _weights_and_gradients(shape: StepShape, stage: StageBuffers) -> Iterator[Tr
     """Yield all-gathers of weights and reductions of gradients."""
     # Without a pipeline, or with gathers for each use, they overlap with the computation of other blocks.
     overlaps = not (stage.is_pipelined and shape.config.parallel.gathers_for_step)
-    counts = _counts(shape, stage)
-    experts = set(map(id, itertools.chain(*stage.block_experts.values())))
+    blocks, root, tied = _counts(shape, stage)
+    # Backward does not gather blocks that it does not reach.
+    of_kinds = [(root[0] if unreached else blocks[0], blocks[1]) for unreached in stage.kinds.unreached]
+    dense = [*zip(stage.dense, stage.kinds.times, of_kinds, strict=True), (stage.root, 1, root), (stage.tied, 1, tied)]
+    experts = list(zip(stage.experts, stage.kinds.times, of_kinds, strict=True))
     # `cp` ranks of the peer mesh are replicas: each has all weights of its shard.
     is_peer = shape.dims.expert_mesh == "peer" and shape.dims.cp_enabled
     axes = [*["dp_replicate"] * (shape.dims.dp_replicate > 1), *["cp"] * is_peer]
     replicas = "+".join(axes) or "dp_replicate"
-    for axis, of_experts in (("fsdp", False), ("efsdp", True)):
-        own = [(each, times) for each, times in stage.counted if (id(each) in experts) == of_experts]
-        trained = [(each, times) for each, times in own if each.trainable]
-        gathers = [(times * counts[id(each)][0], each.gather_wire) for each, times in own]
-        reductions = [(times * counts[id(each)][1], each.reduce_wire) for each, times in trained]
-        sums = [(times, each.replicate_wire) for each, times in trained]
-        for over, name, sent in (
-            (axis, "all_gather", gathers),
-            (axis, "reduce_scatter", reductions),
-            (replicas, "all_reduce", sums),
-        ):
-            total = sum(count * wire for count, wire in sent)
-            yield Traffic(over, name, total, sum(count for count, _ in sent), overlaps)
+    for axis, groups in (("fsdp", dense), ("efsdp", experts)):
+        every = [
+            (group.bytes, times * gathers, times * reductions, times) for group, times, (gathers, reductions) in groups
+        ]
+        gathered = sum(count * each.gather_wire for each, count, _, _ in every)
+        yield Traffic(axis, "all_gather", gathered, sum(count * x.buffers for x, count, _, _ in every), overlaps)
+        reduced = sum(count * each.reduce_wire for each, _, count, _ in every)
+        yield Traffic(axis, "reduce_scatter", reduced, sum(count * x.trained for x, _, count, _ in every), overlaps)
+        summed = sum(count * each.replicate_wire for each, _, _, count in every)
+        yield Traffic(replicas, "all_reduce", summed, sum(count * x.trained for x, _, _, count in every), overlaps)
 
 
-def _counts(shape: StepShape, stage: StageBuffers) -> dict[int, tuple[float, float]]:
-    """Return how often a step gathers each buffer and reduces its gradients, by the buffer's identity."""
+def _counts(shape: StepShape, stage: StageBuffers) -> tuple[tuple[float, float], ...]:
+    """Return how often a step gathers, and reduces the gradients of: a block, the root, a tied embedding."""
     number, parallel = float(shape.num_microbatches), shape.config.parallel
     never_resharded = parallel.reshard_after_forward is False
     reductions = number if parallel.reduce_gradients == "micro_batch" else 1.0
     blocks = (number if never_resharded else 2 * number), reductions
-    root = tied = number, reductions
-    if stage.is_pipelined and parallel.gathers_for_step:
-        blocks = root = tied = 1.0, 1.0
-    elif stage.is_pipelined:
-        # Weights that are not resharded after a forward serve only the backward that follows it immediately. The next
-        # forward gathers them again.
-        pipeline, stages = shape.pipeline, shape.pipeline.rank_of_stage.count(stage.rank)
-        if never_resharded:
-            blocks = number + pipeline.backwards_after_other_stage[stage.rank] / stages, reductions
-        uses = stage.part.embed + stage.head
-        tied = blocks[0] * uses, reductions * (uses if reductions > 1 else 1)
-        # Every stage of the rank calls the outermost module.
-        root = (
-            stages * number + pipeline.backwards_after_no_forward[stage.rank],
-            reductions * (stages if reductions > 1 else 1),
-        )
-    counts = {id(each): blocks for each, _ in stage.counted}
-    # Backward does not gather blocks that it does not reach.
-    counts |= {id(each): (root[0], blocks[1]) for layer in stage.unreached for each in stage.block_buffers(layer)}
-    return counts | {id(each): root for each in stage.root} | {id(each): tied for each in stage.tied}
+    if not stage.is_pipelined:
+        return blocks, (number, reductions), (number, reductions)
+    if parallel.gathers_for_step:
+        return ((1.0, 1.0),) * 3
+    # Weights that are not resharded after a forward serve only the backward that follows it immediately. The next
+    # forward gathers them again.
+    pipeline, stages = shape.pipeline, shape.pipeline.rank_of_stage.count(stage.rank)
+    if never_resharded:
+        blocks = number + pipeline.backwards_after_other_stage[stage.rank] / stages, reductions
+    uses, several = stage.part.embed + stage.head, reductions > 1
+    # Every stage of the rank calls the outermost module.
+    root = stages * number + pipeline.backwards_after_no_forward[stage.rank], reductions * (stages if several else 1)
+    return blocks, root, (blocks[0] * uses, reductions * (uses if several else 1))
 
 
 # Stages --------------------------------------------------------------------------------------------------
@@ -98,7 +91,7 @@ def _between_stages(shape: StepShape, stage: StageBuffers) -> Iterator[Traffic]:
     if owners[0] != owners[-1]:
         # First and last stage share the tied weight.
         # Two ranks all-reduce: each sends 2 * (2 - 1) / 2 of the buffer.
-        yield Traffic("pp", "all_reduce", sum(each.gradient for each in stage.tied), len(stage.tied))
+        yield Traffic("pp", "all_reduce", stage.tied.bytes.gradient, stage.tied.bytes.buffers)
 
 
 def message_bytes(shape: StepShape) -> float:
