@@ -355,7 +355,7 @@ def outside(session: nox.Session) -> None:
 def floor_wheels(session: nox.Session) -> dict[str, dict[str, Path]]:
     """Return the wheels of the oldest siblings that each package allows, if one of them is older than the sources."""
     if not any(map(workspace.last_release, workspace.PACKAGES)):
-        session.warn("this clone has no tags of releases, so older siblings are not tested: git fetch --tags")
+        session.warn(f"this clone has no tags of releases, so older siblings are not tested. {workspace.TAGS_ADVICE}")
         return {}
     current = workspace.wheels("standard")
     oldest = {name: workspace.floor_wheels(name) for name, package in workspace.packages().items() if package.siblings}

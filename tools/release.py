@@ -3,9 +3,11 @@
 python tools/release.py                                                   the plan: what has changed, in what order
 python tools/release.py PACKAGE [major|minor|patch|X.Y.Z] [--write]       one package
 python tools/release.py --all [--write]                                   all packages that have changed
+python tools/release.py --tags [--write]                                  tags that release commits lack
 
 Without `--write` the release is built and checked in a copy, and the working tree does not change. With it, each
-release becomes a commit and a tag. A pushed tag starts the workflow that publishes (docs/releases.md).
+release becomes a commit and a tag. A pushed tag starts the workflow that publishes (docs/releases.md). A clone without
+tags, such as one of CI, gets them back from the release commits.
 """
 
 from __future__ import annotations
@@ -222,10 +224,12 @@ def planned_version(package: workspace.Package, step: str = "") -> Version:
     """Return the version of the next release of a package.
 
     Raises:
-        SetupError: as `next_version`.
+        SetupError: as `next_version`, or the current version is released and its tag is missing.
     """
     current = Version(package.version)
     is_released = workspace.release_tag(package.name, current) is not None
+    if not is_released and f"{package.name}-v{current}" in untagged_releases():
+        raise SetupError(f"{package.name} {current} is released, but this clone lacks its tag. {workspace.TAGS_ADVICE}")
     return next_version(current, step, is_released, "breaking" in fragments(package).values())
 
 
@@ -236,6 +240,37 @@ def changed_packages() -> list[workspace.Package]:
         for package in workspace.packages().values()
         if set(fragments(package).values()) - {"misc"} or workspace.last_release(package.name) is None
     ]
+
+
+def untagged_releases() -> dict[str, str]:
+    """Return the commits of releases whose tag is missing in this clone, by the tag, oldest first.
+
+    A release commit is titled by package and version, such as `hp-moe 0.2.0`, and contains that version.
+    """
+    missing = {}
+    for line in _git("log", "--reverse", "--format=%H %s").splitlines():
+        commit, _, title = line.partition(" ")
+        name, _, version = title.partition(" ")
+        if name in workspace.PACKAGES and re.fullmatch(r"[\d.]+", version):
+            project = _git("show", f"{commit}:packages/{name}/pyproject.toml")
+            written = _VERSION_IN_PROJECT.search(project)
+            is_release = written is not None and written[1] == version
+            if is_release and workspace.release_tag(name, Version(version)) is None:
+                missing[f"{name}-v{version}"] = commit
+    return missing
+
+
+def restore_tags(write: bool) -> Iterator[str]:
+    """Yield a line for each missing tag of a release, and set it with `write`."""
+    missing = untagged_releases()
+    for tag, commit in missing.items():
+        if write:
+            _git("tag", "--annotate", tag, commit, "--message", tag.replace("-v", " "))
+        yield f"{tag} {commit[:12]}{' set' if write else ''}"
+    if not missing:
+        yield "every release commit has its tag"
+    elif not write:
+        yield "nothing was written; with --write the tags are set"
 
 
 def plan() -> Iterator[str]:
@@ -276,12 +311,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("package", nargs="?", choices=workspace.PACKAGES, metavar="PACKAGE")
     parser.add_argument("step", nargs="?", default="", metavar="major|minor|patch|X.Y.Z")
     parser.add_argument("--all", action="store_true", help="release all packages that have changed")
+    parser.add_argument("--tags", action="store_true", help="list the tags that release commits lack, or set them")
     parser.add_argument("--write", action="store_true", help="commit and tag; without it nothing is changed")
     chosen = parser.parse_args(arguments)
-    if chosen.all == bool(chosen.package) and (chosen.all or chosen.write):
-        parser.error("expected a package, or --all without one")
+    requested = sum((bool(chosen.package), chosen.all, chosen.tags))
+    if requested > 1 or (chosen.write and not requested):
+        parser.error("expected a package, or --all or --tags without one")
     with tempfile.TemporaryDirectory(prefix="hp-release-") as scratch:
         try:
+            if chosen.tags:
+                print("\n".join(restore_tags(chosen.write)))
+                return 0
             names = [package.name for package in changed_packages()] if chosen.all else [chosen.package]
             for name in names:
                 for line in plan() if name is None else prepare(name, chosen.step, chosen.write, Path(scratch)):

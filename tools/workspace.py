@@ -28,6 +28,9 @@ PACKAGES = (
 )
 COMPONENTS = PACKAGES[:4]
 
+# A shallow or copied clone often lacks tags.
+TAGS_ADVICE = "Fetch the tags (git fetch --tags), or set them again: python3 run.py nox -s release -- --tags --write"
+
 _BUILD = ("hatchling>=1.26", "editables")
 
 
@@ -227,7 +230,7 @@ def wheel_at(package: Package, version: Version) -> Path:
         raise SetupError(
             f"{package.name} {version} is the oldest that a sibling allows, but there is no tag "
             f"{package.name}-v{version}.\n"
-            "  What to do: fetch the tags, or raise the floor to a version that was released."
+            f"  What to do: raise the floor to a version that was released, if it was not. {TAGS_ADVICE}"
         )
     folder = NOX_FOLDER / "wheels" / "released" / tag
     shutil.rmtree(folder, ignore_errors=True)

@@ -76,7 +76,7 @@ def test_changes_since_the_last_release_have_a_fragment(name):
     kinds = release.fragments(package)
     tag = workspace.last_release(name)
     if tag is None:
-        pytest.skip(f"{name} has no release in this clone (its tags are not fetched, or there is none)")
+        pytest.skip(f"{name} has no release, or this clone lacks the tags. {workspace.TAGS_ADVICE}")
     edited = subprocess.run(
         ["git", "diff", "--name-only", tag, "--", package.folder / "src"],
         cwd=workspace.ROOT,
@@ -116,10 +116,11 @@ def _undo_releases(package):
 
 @pytest.fixture
 def clone(tmp_path, root):
-    """A clone in which nothing has been released, with today's sources, and a function that runs the command in it."""
+    """A clone with today's sources and no release in its history, and a function that runs the command in it."""
     folder = tmp_path / "clone"
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
     subprocess.run([*git, "clone", "--quiet", "--shared", "--no-tags", root, folder], check=True)
+    subprocess.run(["git", "checkout", "--quiet", "--orphan", "unreleased"], cwd=folder, check=True)
     for name in ("tools", "packages"):
         shutil.copytree(
             root / name, folder / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "dist")
@@ -206,3 +207,31 @@ def test_releases_from_the_first_to_a_breaking_one(clone):
     assert list((clone.moe / "changes").glob("+*")) == []
     assert '"0.2.0" = ["TopKRouter"]' in listed.read_text()
     assert 'version = "0.2.0"' in (clone.moe / "pyproject.toml").read_text()
+
+
+def test_lost_tags_are_set_again_from_the_release_commits(clone):
+    def commits():
+        command = ["git", "for-each-ref", "refs/tags", "--format=%(refname:short) %(*objectname) %(contents:subject)"]
+        return subprocess.run(command, cwd=clone.folder, capture_output=True, text=True).stdout
+
+    assert clone.run("hp-dtensor", "--write").returncode == 0
+    assert clone.run("hp-moe", "--write").returncode == 0
+    # Neither the title of another change nor one with another version is a release.
+    for title in ("hp-moe 0.1.9", "hp-moe 0.1.0 is released", "hp-other 0.1.0"):
+        subprocess.run(["git", "commit", "--quiet", "--allow-empty", "--message", title], cwd=clone.folder, check=True)
+    before = commits()
+    assert "hp-moe-v0.1.0" in before
+    subprocess.run(["git", "tag", "--delete", "hp-moe-v0.1.0"], cwd=clone.folder, capture_output=True, check=True)
+
+    refused = clone.run("hp-moe", "--write")
+    assert refused.returncode == 1
+    assert "hp-moe 0.1.0 is released, but this clone lacks its tag" in refused.stderr
+    listed = clone.run("--tags").stdout
+    assert listed.startswith("hp-moe-v0.1.0 ")
+    assert "nothing was written" in listed
+    assert "hp-moe-v0.1.0" not in tags(clone)
+
+    done = clone.run("--tags", "--write")
+    assert done.returncode == 0, done.stderr
+    assert commits() == before
+    assert clone.run("--tags").stdout == "every release commit has its tag\n"
