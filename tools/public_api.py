@@ -1,6 +1,6 @@
 """The public names of the packages: which they are, since when, how stable, and what a change of them breaks.
 
-python tools/public_api.py            check `api.toml` of each package, and compare with the last release
+python tools/public_api.py            check `api.toml` of each package, and changes since the last release
 python tools/public_api.py --write    add new names to `api.toml`, and remove those that are gone
 
 A name is public if the package, or a folder of it without a leading underscore, exports it. `packages/NAME/api.toml`
@@ -24,6 +24,7 @@ from typing import Any
 import workspace
 from environments import SetupError
 
+FRAGMENT = re.compile(r"\+[\w-]+\.(breaking|deprecated|added|fixed|misc)\.md")
 # In place of a version: names that the next release introduces.
 NEXT = "next"
 HEADER = "# Public names by the version that introduced them. `python tools/public_api.py --write` adds new ones.\n"
@@ -161,11 +162,13 @@ def _is_named_tuples_init(path: str, module: Any) -> bool:
     return member == "__init__" and "NamedTuple" in map(str, module[name].bases)
 
 
-def changes_since(package: workspace.Package, tag: str) -> list[str]:
-    """Return the breaking changes of a package since a release, which `tag` names.
+def changes_since(package: workspace.Package, tag: str | None) -> list[str]:
+    """Return the breaking changes of a package since a release, which `tag` names; none if there is no release.
 
     Names that were experimental in the release may change. One that was not, and has become it, is a breaking change.
     """
+    if tag is None:
+        return []
     with tempfile.TemporaryDirectory(prefix="hp-api-") as scratch:
         released = workspace.unpack_release(package.name, tag, Path(scratch))
         before, now = listed_names(released), listed_names(package.folder)
@@ -177,18 +180,55 @@ def changes_since(package: workspace.Package, tag: str) -> list[str]:
     ]
 
 
+def fragments(package: workspace.Package) -> dict[str, str]:
+    """Return the kind of each changelog fragment of a package, by file name.
+
+    Raises:
+        SetupError: a file in the folder is not a fragment.
+    """
+    names = sorted(path.name for path in (package.folder / "changes").glob("*") if not path.name.startswith("."))
+    kinds = {name: FRAGMENT.fullmatch(name) for name in names}
+    wrong = [name for name, match in kinds.items() if match is None]
+    if wrong:
+        raise SetupError(
+            f"packages/{package.name}/changes: {', '.join(wrong)}: expected names such as +torch-mesh.added.md, whose "
+            "kind is breaking, deprecated, added, fixed or misc (not shown to users)"
+        )
+    return {name: match[1] for name, match in kinds.items() if match}
+
+
+def name_problems(package: workspace.Package, changes: list[str]) -> Iterator[str]:
+    """Yield a line for each wrong entry of `api.toml`, and for breaking `changes` that no fragment announces."""
+    names = {name for name, _ in public_names(source_folder(package))}
+    for problem in listed_names(package.folder).problems(names):
+        yield f"packages/{package.name}/api.toml: {problem}"
+    if changes and "breaking" not in fragments(package).values():
+        yield from changes
+        yield f"packages/{package.name}/changes has no fragment +WHAT.breaking.md that says what users write instead"
+
+
+def removals(text: str) -> Iterator[tuple[str, str]]:
+    """Yield each name that a module marks as deprecated, and the version that is to remove it."""
+    for node in ast.walk(ast.parse(text)):
+        for decorator in getattr(node, "decorator_list", []):
+            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).split(".")[-1] == "deprecated":
+                yield (
+                    node.name,
+                    next(ast.literal_eval(each.value) for each in decorator.keywords if each.arg == "removal"),
+                )
+
+
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status: 1 if a list is wrong."""
     problems = []
     for name, package in workspace.packages().items():
         names = {name for name, _ in public_names(source_folder(package))}
-        listed = listed_names(package.folder)
         tag = workspace.last_release(name)
         if "--write" in arguments and names:
-            listed = listed.updated(names, NEXT if tag else package.version)
+            listed = listed_names(package.folder).updated(names, NEXT if tag else package.version)
             (package.folder / "api.toml").write_text(listed.as_toml())
-        problems += [f"packages/{name}/api.toml: {problem}" for problem in listed.problems(names)]
-        changes = changes_since(package, tag) if tag else []
+        changes = changes_since(package, tag)
+        problems += name_problems(package, changes)
         compared = f"{len(changes)} breaking changes since {tag}" if tag else "no release to compare with"
         print(f"{name}: {len(names)} names, {compared}")
         print("".join(f"  {change}\n" for change in changes), end="")

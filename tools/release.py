@@ -27,9 +27,8 @@ import workspace
 from environments import Environment, SetupError
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
-from public_api import NEXT, changes_since, listed_names, public_names, source_folder
+from public_api import NEXT, changes_since, fragments, name_problems, removals, source_folder
 
-FRAGMENT = re.compile(r"\+[\w-]+\.(breaking|deprecated|added|fixed|misc)\.md")
 _CHECKERS = ("twine>=6", "hatchling>=1.26")
 _VERSION_IN_PROJECT = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 _VERSION_IN_MODULE = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
@@ -51,23 +50,6 @@ class Release:
     @property
     def tag(self) -> str:
         return f"{self.package.name}-v{self.version}"
-
-
-def fragments(package: workspace.Package) -> dict[str, str]:
-    """Return the kind of each changelog fragment of a package, by file name.
-
-    Raises:
-        SetupError: a file in the folder is not a fragment.
-    """
-    names = sorted(path.name for path in (package.folder / "changes").glob("*") if not path.name.startswith("."))
-    kinds = {name: FRAGMENT.fullmatch(name) for name in names}
-    wrong = [name for name, match in kinds.items() if match is None]
-    if wrong:
-        raise SetupError(
-            f"packages/{package.name}/changes: {', '.join(wrong)}: expected names such as +torch-mesh.added.md, whose "
-            "kind is breaking, deprecated, added, fixed or misc (not shown to users)"
-        )
-    return {name: match[1] for name, match in kinds.items() if match}
 
 
 def next_version(current: Version, step: str, is_released: bool, is_breaking: bool = False) -> Version:
@@ -116,16 +98,14 @@ def range_problems(package: workspace.Package, version: Version) -> Iterator[str
                 )
 
 
-def name_problems(package: workspace.Package) -> Iterator[str]:
-    """Yield a line for each breaking change of a public name that the changelog does not announce."""
-    names = {name for name, _ in public_names(source_folder(package))}
-    for problem in listed_names(package.folder).problems(names):
-        yield f"packages/{package.name}/api.toml: {problem}"
-    tag = workspace.last_release(package.name)
-    changes = changes_since(package, tag) if tag else []
-    if changes and "breaking" not in fragments(package).values():
-        yield from changes
-        yield f"packages/{package.name}/changes has no fragment +WHAT.breaking.md that says what users write instead"
+def public_problems(package: workspace.Package, version: Version) -> Iterator[str]:
+    """Yield a line for each problem of the public names, and each that is to be removed in `version` or before."""
+    yield from name_problems(package, changes_since(package, workspace.last_release(package.name)))
+    for file in sorted(source_folder(package).rglob("*.py")):
+        for name, removal in removals(file.read_text(encoding="utf-8")):
+            if Version(removal) <= version:
+                where = f"packages/{package.name}/{file.relative_to(package.folder)}"
+                yield f"{where}: {name} was to be removed in {removal}"
 
 
 def write_version(release: Release, day: datetime.date) -> None:
@@ -194,7 +174,7 @@ def prepare(name: str, step: str, write: bool, scratch: Path) -> Iterator[str]:
     package = workspace.packages()[name]
     version = planned_version(package, step)
     yield f"{name}: {package.version} -> {version}"
-    problems = [*range_problems(package, version), *name_problems(package)]
+    problems = [*range_problems(package, version), *public_problems(package, version)]
     if write and _git("status", "--porcelain", "--", str(package.folder)):
         problems.append(
             f"packages/{name} has uncommitted changes: commit them first, as the release is a commit of its own"
@@ -292,7 +272,9 @@ def plan() -> Iterator[str]:
         version = planned_version(package)
         kinds = ", ".join(sorted(set(fragments(package).values()))) or "first release"
         yield f"{package.name}: {last} -> {version} ({kinds})"
-        yield from (f"    {problem}" for problem in (*range_problems(package, version), *name_problems(package)))
+        yield from (
+            f"    {problem}" for problem in (*range_problems(package, version), *public_problems(package, version))
+        )
 
 
 def _git(*arguments: str) -> str:

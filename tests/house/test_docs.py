@@ -62,12 +62,11 @@ def hook_specifications(path):
             yield node
 
 
-def test_every_hook_says_since_when_and_is_on_the_page_of_plugins(root):
+def test_every_hook_is_on_the_page_of_plugins(root):
     page = (root / "docs" / "plugins.md").read_text()
-    paths = sorted(root.glob("packages/*/src/*/hookspecs.py"))
+    paths = sorted(root.glob("packages/*/src/**/hookspecs.py"))
     hooks = [hook for path in paths for hook in hook_specifications(path)]
     assert hooks
-    assert [hook.name for hook in hooks if "Since 0." not in ast.get_docstring(hook)] == []
     # The hooks that only follow a run come in many pairs, of which the page shows the first.
     named = [hook.name for hook in hooks if not re.match(r"hp_(before|after|error)_", hook.name)]
     assert [name for name in named if f"`{name}`" not in page] == []

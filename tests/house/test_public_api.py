@@ -1,6 +1,8 @@
 """The lists of public names are right, and a change that breaks programs is found. Deprecated names leave in time."""
 
 import ast
+import dataclasses
+import re
 import shutil
 
 import public_api
@@ -56,23 +58,69 @@ def test_changes_that_break_programs(tmp_path):
     assert {name for name, _ in found} == {"get_storage", "hsdp", "GradScaler"}
 
 
-def overdue(text, version):
-    """Yield the names that were to be removed in `version` or before."""
-    for node in ast.walk(ast.parse(text)):
-        for decorator in getattr(node, "decorator_list", []):
-            if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "deprecated":
-                removal = next(each.value.value for each in decorator.keywords if each.arg == "removal")
-                if workspace.Version(removal) <= workspace.Version(version):
-                    yield node.name
+def test_breaking_changes_need_a_fragment(tmp_path):
+    package = dataclasses.replace(workspace.packages()["hp-platform-torch"], folder=tmp_path)
+    (tmp_path / "src" / package.module).mkdir(parents=True)
+    (tmp_path / "changes").mkdir()
+    assert list(public_api.name_problems(package, [])) == []
+    (tmp_path / "changes" / "+other.fixed.md").write_text("")
+    changes = ["f was removed"]
+    assert list(public_api.name_problems(package, changes)) == [
+        "f was removed",
+        "packages/hp-platform-torch/changes has no fragment +WHAT.breaking.md that says what users write instead",
+    ]
+    (tmp_path / "changes" / "+f.breaking.md").write_text("")
+    assert list(public_api.name_problems(package, changes)) == []
 
 
-def test_a_deprecated_name_is_found_when_its_removal_is_due():
-    text = '@deprecated(since="0.2.0", removal="0.3.0", instead="`g`")\ndef f():\n    pass\n'
-    assert (list(overdue(text, "0.2.9")), list(overdue(text, "0.3.0"))) == ([], ["f"])
+@pytest.mark.parametrize("name", workspace.PACKAGES)
+def test_names_are_listed_by_the_release_that_introduced_them(name, tmp_path):
+    package = workspace.packages()[name]
+    listed = {each: version for each, version in listed_names(package.folder).since.items() if version != NEXT}
+    releases = workspace.released_versions(name)
+    if not releases:
+        pytest.skip(f"{name} has no release, or this clone lacks the tags. {workspace.TAGS_ADVICE}")
+    for version, tag in releases.items():
+        released = workspace.unpack_release(name, tag, tmp_path / tag) / "src" / package.module
+        until = {each for each, since in listed.items() if workspace.Version(since) <= version}
+        assert until == {each for each, _ in public_api.public_names(released)} & listed.keys(), tag
+
+
+def hooks_of(source):
+    """Return the docstring of each hook specification of a package, by name."""
+    modules = [ast.parse(file.read_text()) for file in source.rglob("hookspecs.py")]
+    found = [node for module in modules for node in module.body if isinstance(node, ast.FunctionDef)]
+    return {node.name: ast.get_docstring(node) for node in found if node.decorator_list}
+
+
+@pytest.mark.parametrize("name", workspace.PACKAGES)
+def test_hooks_say_the_release_that_introduced_them(name, tmp_path):
+    package = workspace.packages()[name]
+    found = {hook: re.search(r"Since (\d[\d.]*\d)", text) for hook, text in hooks_of(source_folder(package)).items()}
+    assert [hook for hook, match in found.items() if match is None] == []
+    since = {hook: workspace.Version(match[1]) for hook, match in found.items()}
+    for version, tag in workspace.released_versions(name).items():
+        released = hooks_of(workspace.unpack_release(name, tag, tmp_path / tag) / "src" / package.module)
+        assert {hook for hook in since if since[hook] <= version} == released.keys() & since.keys(), tag
+
+
+def test_deprecated_names_are_found_with_the_version_that_removes_them():
+    text = """
+@deprecated(since="0.2.0", removal="0.3.0", instead="`g`")
+def f():
+    pass
+class A:
+    @deprecation.deprecated(since="0.2.0", removal="1.0.0", instead="`g`")
+    def method(self):
+        pass
+"""
+    assert list(public_api.removals(text)) == [("f", "0.3.0"), ("method", "1.0.0")]
 
 
 @pytest.mark.parametrize("name", workspace.PACKAGES)
 def test_no_removal_is_overdue(name):
     package = workspace.packages()[name]
-    files = source_folder(package).rglob("*.py")
-    assert [each for file in files for each in overdue(file.read_text(), package.version)] == []
+    found = [
+        removal for file in source_folder(package).rglob("*.py") for removal in public_api.removals(file.read_text())
+    ]
+    assert [each for each, version in found if workspace.Version(version) <= workspace.Version(package.version)] == []

@@ -70,6 +70,17 @@ def test_fragments_have_a_known_kind(tmp_path):
         release.fragments(package)
 
 
+def test_a_release_removes_names_that_are_due(monkeypatch, tmp_path):
+    package = dataclasses.replace(workspace.packages()["hp-platform-torch"], folder=tmp_path)
+    source = tmp_path / "src" / package.module
+    source.mkdir(parents=True)
+    (source / "old.py").write_text('@deprecated(since="0.2.0", removal="0.3.0", instead="`g`")\ndef f():\n    pass\n')
+    monkeypatch.setattr(release, "changes_since", lambda package, tag: [])
+    assert list(release.public_problems(package, Version("0.2.9"))) == []
+    due = "packages/hp-platform-torch/src/hp_platform_torch/old.py: f was to be removed in 0.3.0"
+    assert list(release.public_problems(package, Version("0.3.0"))) == [due]
+
+
 @pytest.mark.parametrize("name", workspace.PACKAGES)
 def test_changes_since_the_last_release_have_a_fragment(name):
     package = workspace.packages()[name]
