@@ -60,7 +60,7 @@ ACROSS = ["tests", "--ignore=tests/house", "--ignore=tests/engines"]
 # Those that use the device: others repeat what the conformance suites test, or measure the CPU.
 ON_NPU = (
     "tests/npu_stand_in",
-    *(f"tests/fsdp/test_{name}.py" for name in ("fully_shard", "hsdp", "communication")),
+    *(f"tests/fsdp/test_{name}.py" for name in ("fully_shard", "hsdp", "communication", "streamed_optimizer")),
     *(f"tests/moe/test_{name}.py" for name in ("experts", "expert_parallel", "moe", "router")),
 )
 MAIN_CONFIG = "examples/moe_small.yaml"
@@ -92,12 +92,17 @@ SUBSETS = {
 
 
 def session(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `function` a nox session that reports in a line why an environment could not be created."""
+    """Make `function` a nox session that reports in a line why an environment could not be created.
+
+    A session for a framework that has no wheels for this Python is skipped.
+    """
 
     @functools.wraps(function)
     def guarded(nox_session: nox.Session, *arguments: str, **options: Any) -> Any:
         try:
             return function(nox_session, *arguments, **options)
+        except workspace.NoWheelsError as error:
+            nox_session.skip(str(error))
         except SetupError as error:
             nox_session.error(str(error).rstrip("."))
 
@@ -143,6 +148,11 @@ def at_once(function: Callable[..., str], cases: Iterable[tuple[object, ...]]) -
     with ThreadPoolExecutor(CORES) as pool:
         for output in pool.map(lambda case: function(*case), cases):
             print(output, end="", flush=True)
+
+
+def installable(names: Iterable[str]) -> list[str]:
+    """Return the packages among `names` whose framework, if any, has wheels for this Python."""
+    return [name for name in names if workspace.has_wheels(workspace.packages()[name].framework)]
 
 
 def full(framework: str) -> Path:
@@ -196,8 +206,8 @@ def environments(session: nox.Session) -> None:
         return ""
 
     workspace.wheels("editable")
-    frameworks = [(full, each) for each in workspace.FRAMEWORKS]
-    packages = [(for_tests, each) for each in workspace.PACKAGES]
+    frameworks = [(full, each) for each in workspace.FRAMEWORKS if workspace.has_wheels(each)]
+    packages = [(for_tests, each) for each in installable(workspace.PACKAGES)]
     at_once(made, [*frameworks, (with_engines,), (components,), *packages, (ruff,), (house_tools,), (site_tools,)])
 
 
@@ -289,7 +299,8 @@ def engines(session: nox.Session) -> None:
 @session
 def accelerator(session: nox.Session) -> None:
     """Conformance and cross-package tests on this machine's accelerator, if any; arguments are passed to pytest."""
-    found = {platform: accelerators(session, platform) for platform in workspace.FRAMEWORKS}
+    usable = filter(workspace.has_wheels, workspace.FRAMEWORKS)
+    found = {platform: accelerators(session, platform) for platform in usable}
     for platform, (kind, count) in found.items():
         if count:
             session.log(f"{platform}: {count} of {kind}")
@@ -331,7 +342,8 @@ def subsets(session: nox.Session) -> None:
     """Build wheels, and install and use each sensible subset of packages in a fresh environment."""
     workspace.wheels("standard")
     chosen = {name: wanted for name, wanted in SUBSETS.items() if not session.posargs or name in session.posargs}
-    at_once(functools.partial(check_subset, session), chosen.items())
+    possible = [(name, wanted) for name, wanted in chosen.items() if len(installable(wanted)) == len(wanted)]
+    at_once(functools.partial(check_subset, session), possible)
 
 
 def check_subset(
@@ -358,7 +370,8 @@ def floor_wheels(session: nox.Session) -> dict[str, dict[str, Path]]:
         session.warn(f"this clone has no tags of releases, so older siblings are not tested. {workspace.TAGS_ADVICE}")
         return {}
     current = workspace.wheels("standard")
-    oldest = {name: workspace.floor_wheels(name) for name, package in workspace.packages().items() if package.siblings}
+    dependent = [name for name in installable(workspace.PACKAGES) if workspace.packages()[name].siblings]
+    oldest = {name: workspace.floor_wheels(name) for name in dependent}
     return {name: wheels for name, wheels in oldest.items() if not wheels.items() <= current.items()}
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,13 @@ FRAMEWORKS = {
         "mindspore", requirements=("mindspore==2.10.0", "numpy<2"), locked_as="framework-mindspore"
     ),
 }
+
+# The first Python that the tested version of a framework has no wheels for.
+_FIRST_WITHOUT_WHEELS = {"mindspore": (3, 13)}
+
+
+class NoWheelsError(SetupError):
+    """A framework has no wheels for this Python."""
 
 
 @dataclass(frozen=True)
@@ -128,12 +136,24 @@ def wheels(kind: str) -> dict[str, Path]:
     return built
 
 
+def has_wheels(framework: str | None) -> bool:
+    """Return True if the tested version of a framework has wheels for this Python, and for None."""
+    return framework not in _FIRST_WITHOUT_WHEELS or sys.version_info < _FIRST_WITHOUT_WHEELS[framework]
+
+
 def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the site-packages folders of the frameworks that the packages `names` need, installing missing ones."""
+    """Return the site-packages folders of the frameworks that the packages `names` need, installing missing ones.
+
+    Raises:
+        NoWheelsError: a framework has no wheels for this Python.
+    """
     sites = []
     for name in names:
         framework = packages()[name].framework
         if framework:
+            if not has_wheels(framework):
+                release, *_ = FRAMEWORKS[framework].requirements
+                raise NoWheelsError(f"{release} has no wheels for Python {'.'.join(map(str, sys.version_info[:2]))}")
             folder = NOX_FOLDER / f"framework-{framework}"
             FRAMEWORKS[framework].prepare(folder)
             sites.append(environments.site_packages(folder))

@@ -1,6 +1,7 @@
 """The nox sessions: all explained, all run by default but those that train or measure."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -133,3 +134,23 @@ def test_a_floor_that_was_never_released_is_named(monkeypatch):
     old = workspace.Version("0.0.7")
     with pytest.raises(workspace.SetupError, match=r"there is no tag hp-dtensor-v0\.0\.7"):
         workspace.wheel_at(workspace.packages()["hp-dtensor"], old)
+
+
+def test_packages_of_a_framework_without_wheels_for_this_python_are_left_out(monkeypatch):
+    import noxfile
+
+    assert noxfile.installable(workspace.PACKAGES) == list(workspace.PACKAGES) or sys.version_info >= (3, 13)
+    monkeypatch.setattr(workspace, "_FIRST_WITHOUT_WHEELS", {"mindspore": sys.version_info[:2]})
+    assert set(workspace.PACKAGES) - set(noxfile.installable(workspace.PACKAGES)) == {"hp-platform-mindspore"}
+    with pytest.raises(workspace.NoWheelsError, match=r"mindspore==[\d.]+ has no wheels for Python 3\.\d+$"):
+        workspace.framework_sites(("hp-platform-mindspore",))
+
+
+@pytest.mark.parametrize("name", workspace.PACKAGES)
+def test_a_package_names_the_pythons_that_continuous_integration_tests(name):
+    workflow = (workspace.ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    tested = re.findall(r'"(3\.\d+)"', re.search(r"python: \[(.+)\]", workflow)[1])
+    package = workspace.packages()[name]
+    first = workspace._FIRST_WITHOUT_WHEELS.get(package.framework, (4,))
+    named = re.findall(r"Programming Language :: Python :: (3\.\d+)", package.text)
+    assert named == [each for each in tested if tuple(map(int, each.split("."))) < first]
