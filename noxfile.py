@@ -38,7 +38,7 @@ nox.options.sessions = [
     "floors",
 ]
 # Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
-# `bench` measures, `floor_tests` takes minutes, `proof` and `compatibility` hours, `chaos` the minutes it is given,
+# `bench` measures, `floor_tests` and `compatibility` take minutes, `proof` hours, `chaos` the minutes it is given,
 # `accelerator` needs one, `npu` repeats tests on a stand-in for Ascend, `engines` starts Ray and Slurm for minutes,
 # `release` prepares releases, `lock` creates every environment again from the newest releases.
 
@@ -450,7 +450,7 @@ def public_api(session: nox.Session, *, silent: bool = False) -> str:
 
 @session
 def compatibility(session: nox.Session) -> None:
-    """Run the tests across packages with each released version of each sibling; `-- --write` writes the page."""
+    """Run core tests across packages with each released sibling; `-- --write` writes the page, `--full` runs all."""
     run(session, house_tools(), "tools/compatibility.py", *session.posargs)
 
 

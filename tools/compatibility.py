@@ -1,10 +1,11 @@
-"""Run the tests across packages with each released version of each sibling.
+"""Run tests across packages with each released version of each package beside the others of today.
 
-python tools/compatibility.py [--write] [PACKAGE ...]
+python tools/compatibility.py [--full] [--write] [--platform torch|mindspore] [PACKAGE ...]
 
-Every package is installed as a wheel: one at a released version, the others as they are today. The tests across
-packages run on PyTorch, without those of the released package, which are about today's sources. With `--write`,
-docs/compatibility.md lists what passed.
+Every package is installed as a wheel: one at a released version, the others as they are today. The core of the tests is
+the conformance suites, which each package ships, training with `fully_shard` and tensor parallelism, and expert
+parallelism. `--full` runs all tests across packages, which takes hours. Tests of the released package itself are left
+out, as they are about today's sources. With `--write`, docs/compatibility.md lists what passed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import workspace
@@ -23,96 +26,183 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 PAGE = workspace.ROOT / "docs" / "compatibility.md"
-FRAMEWORK = "torch"
-TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "fsspec>=2024.2", "transformers>=5.9,<6")
+TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "fsspec>=2024.2")
+# Reference models of the tests of all packages.
+FULL_TOOLS = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
+CORE = ("tests/fsdp/test_fully_shard.py", "tests/moe/test_expert_parallel.py")
+CONFORMANCE = {name: f"{name.replace('-', '_')}.testing.conformance" for name in workspace.COMPONENTS}
+
+_HEAD = """\
+# Versions that work together
+
+Written by `nox -s compatibility -- --write`. Each row is one package at a released version. The other packages are
+those of this commit, installed as wheels. The versions are those that the packages' ranges admit in both directions,
+except releases that equal this commit. A version without a row has not been run.
+
+The core of the tests is the conformance suites of hp-fsdp, hp-moe and hp-trainer (each layout trains as one rank, and a
+resumed run equals one without a break), that of hp-dtensor with its own releases and with those of platforms,
+`fully_shard` with data and tensor parallelism, and expert parallelism, on simulated and on real ranks. `--full` runs
+all tests across packages. Tests of the released package itself are left out, except those it contains.
+
+| framework | with | | tests | skipped | selection |
+|---|---|---|---|---|---|
+"""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of the tests with one package at a released version."""
+    """Outcome of the tests on a framework with one package at a released version."""
 
+    framework: str
     package: str
     version: Version
     passed: int
     failed: int
+    skipped: int
+    is_full: bool
+
+    @property
+    def works(self) -> bool:
+        return self.passed > 0 and not self.failed
 
     @property
     def row(self) -> str:
         """The row of the page."""
-        verdict = "works" if self.passed and not self.failed else "does not work"
-        return f"| {self.package} {self.version} | {verdict} | {self.passed} passed, {self.failed} failed |"
+        verdict = "works" if self.works else "does not work"
+        selection = "all" if self.is_full else "core"
+        counts = f"{self.passed} passed, {self.failed} failed | {self.skipped} | {selection}"
+        return f"| {self.framework} | {self.package} {self.version} | {verdict} | {counts} |"
 
 
-def admitted(name: str) -> dict[Version, str]:
-    """Return the tags of the released versions of a package that every sibling's range admits."""
-    requirements = [Requirement(each) for package in workspace.packages().values() for each in package.requirements]
-    ranges = [each.specifier for each in requirements if each.name == name]
-    released = workspace.released_versions(name).items()
-    return {version: tag for version, tag in released if all(each.contains(version) for each in ranges)}
+def admitted(name: str, versions: Iterable[Version], others: Iterable[str]) -> list[Version]:
+    """Return the versions of a package that fit the ranges of the packages `others`, and whose own ranges fit those."""
+    siblings = [workspace.packages()[each] for each in others if each != name]
+    ranges = [each.specifier for each in _siblings(siblings, name)]
+    return [
+        version
+        for version in versions
+        if all(each.contains(version) for each in ranges)
+        and all(
+            need.specifier.contains(sibling.version)
+            for need in map(Requirement, released_requirements(name, version))
+            for sibling in siblings
+            if need.name == sibling.name
+        )
+    ]
 
 
-def run_with(name: str, version: Version) -> Result:
-    """Install `name` at a released version beside today's other packages, and run the tests across packages.
+def _siblings(packages: Iterable[workspace.Package], name: str) -> list[Requirement]:
+    """Return the requirements of `packages` for the package `name`."""
+    return [each for package in packages for each in map(Requirement, package.requirements) if each.name == name]
+
+
+def released_requirements(name: str, version: Version) -> list[str]:
+    """Return the requirements of a released package."""
+    tag = workspace.release_tag(name, version)
+    shown = ["git", "show", f"{tag}:packages/{name}/pyproject.toml"]
+    text = subprocess.run(shown, cwd=workspace.ROOT, capture_output=True, text=True, check=True).stdout
+    return list(tomllib.loads(text)["project"]["dependencies"])
+
+
+def differs(name: str, version: Version) -> bool:
+    """Return True unless the release has the sources and requirements of today."""
+    contents = [f"packages/{name}/{each}" for each in ("src", "pyproject.toml")]
+    command = ["git", "diff", "--quiet", str(workspace.release_tag(name, version)), "--", *contents]
+    return subprocess.run(command, cwd=workspace.ROOT).returncode != 0
+
+
+def selected(name: str, is_full: bool) -> list[str]:
+    """Return the tests with package `name` at a released version: modules and paths, without those of the package."""
+    own = f"tests/{name.removeprefix('hp-').replace('-', '_')}"
+    if is_full:
+        ignored = ("tests/house", "tests/engines", own)
+        return [*CONFORMANCE.values(), "tests", *(f"--ignore={each}" for each in ignored)]
+    # The suite of hp-dtensor, half of the time, depends on it and on a platform alone.
+    is_below = name == "hp-dtensor" or workspace.packages()[name].framework is not None
+    suites = [suite for package, suite in CONFORMANCE.items() if is_below or package != "hp-dtensor"]
+    return [*suites, *(each for each in CORE if not each.startswith(f"{own}/"))]
+
+
+def run_with(framework: str, name: str, version: Version, is_full: bool) -> Result:
+    """Install `name` at a released version beside today's other packages, and run the tests on a framework.
 
     Raises:
         SetupError: pytest could not run.
     """
-    wanted = (*workspace.COMPONENTS, f"hp-platform-{FRAMEWORK}")
+    wanted = (*workspace.COMPONENTS, f"hp-platform-{framework}")
     older = {name: workspace.wheel_at(workspace.packages()[name], version)}
-    python = workspace.released(f"compatible-{name}-{version}", wanted, older, TEST_TOOLS)
+    tools = (*TEST_TOOLS, *(FULL_TOOLS[framework] if is_full else ()))
+    python = workspace.released(f"compatible-{framework}-{name}-{version}", wanted, older, tools)
     command = [str(python), "-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".", "-q", "--numprocesses=auto"]
-    left_out = ("house", "engines", name.removeprefix("hp-").replace("-", "_"))
+    # MindSpore's idle threads spin.
+    pinned = ["--hp-one-core"] if framework == "mindspore" else []
+    start = time.monotonic()
     done = subprocess.run(
-        [*command, "tests", *(f"--ignore=tests/{folder}" for folder in left_out)],
+        [*command, "--dist=worksteal", *pinned, "--pyargs", *selected(name, is_full)],
         cwd=workspace.ROOT,
-        env={**os.environ, "HP_PLATFORM": FRAMEWORK, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "HP_PLATFORM": framework, "OMP_NUM_THREADS": "1", "GLOG_v": "3"},
         stdout=subprocess.PIPE,
         text=True,
     )
-    print(done.stdout[-4000:])
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error)", done.stdout[-300:])}
+    summary = done.stdout.rstrip().rpartition("\n")[2]
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", summary)}
     # Other statuses mean that pytest was interrupted or found nothing, whatever has passed before.
     if not counts or done.returncode not in (0, 1):
+        print(done.stdout[-4000:])
         raise SetupError(f"the tests with {name} {version} did not run (exit status {done.returncode})")
-    return Result(name, version, counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0))
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    result = Result(framework, name, version, counts.get("passed", 0), failed, counts.get("skipped", 0), is_full)
+    print(result.row, f"{time.monotonic() - start:.0f} s", flush=True)
+    if failed:
+        print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))))
+    return result
 
 
-def page(results: list[Result]) -> Iterator[str]:
-    """Yield the lines of docs/compatibility.md."""
-    yield "# Versions that work together"
-    yield ""
-    yield "Written by `nox -s compatibility -- --write`. Each row: one package at a released version, all others as"
-    yield "they are in this commit, and the tests across packages on PyTorch, without the package's own."
-    yield ""
-    yield "| with | | tests |"
-    yield "|---|---|---|"
-    yield from (result.row for result in results)
+def combinations(names: Iterable[str], frameworks: Iterable[str]) -> Iterator[tuple[str, str, Version]]:
+    """Yield the framework, package and version of each run."""
+    for framework in frameworks:
+        together = (*workspace.COMPONENTS, f"hp-platform-{framework}")
+        for name in together:
+            if name in names:
+                versions = admitted(name, workspace.released_versions(name), together)
+                yield from ((framework, name, version) for version in versions if differs(name, version))
+
+
+def page(results: Iterable[Result], written: str) -> str:
+    """Return the text of docs/compatibility.md. Rows of packages that were not tested now stay from the text before."""
+    results = list(results)
+    tested = {(each.framework, each.package) for each in results}
+    rows = [line for line in written.splitlines() if re.match(r"\| (torch|mindspore) \|", line)]
+    others = [row for row in rows if (row.split()[1], row.split()[3]) not in tested]
+    return _HEAD + "\n".join(sorted([*others, *(each.row for each in results)])) + "\n"
 
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status: 1 if a version that ranges admit does not work."""
     parser = argparse.ArgumentParser(prog="nox -s compatibility --", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="packages to install at released versions")
+    parser.add_argument("--full", action="store_true", help="all tests across packages, which takes hours")
+    parser.add_argument("--platform", choices=workspace.FRAMEWORKS, help="only on this framework")
     parser.add_argument("--write", action="store_true", help="write docs/compatibility.md")
     chosen = parser.parse_args(arguments)
     unknown = sorted(set(chosen.packages) - set(workspace.PACKAGES))
     if unknown:
         parser.error(f"expected packages among {', '.join(workspace.PACKAGES)}, got {', '.join(unknown)}")
-    names = chosen.packages or [name for name in workspace.PACKAGES if name != "hp-platform-mindspore"]
-    try:
-        results = [run_with(name, version) for name in names for version in admitted(name)]
-    except SetupError as error:
-        print(f"compatibility: {error}", file=sys.stderr)
+    if not any(map(workspace.last_release, workspace.PACKAGES)):
+        print(f"compatibility: this clone has no tags of releases. {workspace.TAGS_ADVICE}", file=sys.stderr)
         return 1
-    lines = list(page(results))
-    print("\n".join(lines[7:]) or "nothing is released yet")
-    if chosen.write:
-        # Rows of packages that were not tested now are kept.
-        written = PAGE.read_text().splitlines() if PAGE.is_file() else []
-        tested = tuple(f"| {name} " for name in names)
-        others = [row for row in written[7:] if not row.startswith(tested)]
-        PAGE.write_text("\n".join([*lines[:7], *sorted([*others, *lines[7:]])]) + "\n")
-    return 1 if any(result.failed or not result.passed for result in results) else 0
+    frameworks = [chosen.platform] if chosen.platform else filter(workspace.has_wheels, workspace.FRAMEWORKS)
+    cases = list(combinations(chosen.packages or workspace.PACKAGES, frameworks))
+    results = []
+    for case in cases:
+        try:
+            results.append(run_with(*case, is_full=chosen.full))
+        except SetupError as error:
+            print(f"compatibility: {error}", file=sys.stderr)
+            return 1
+        if chosen.write:
+            PAGE.write_text(page(results, PAGE.read_text() if PAGE.is_file() else ""))
+    return 0 if all(each.works for each in results) else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import compatibility
 import pytest
 import release
 import workspace
@@ -246,3 +247,46 @@ def test_lost_tags_are_set_again_from_the_release_commits(clone):
     assert done.returncode == 0, done.stderr
     assert commits() == before
     assert clone.run("--tags").stdout == "every release commit has its tag\n"
+
+
+def test_combinations_are_those_that_ranges_admit_in_both_directions(monkeypatch):
+    def needs(name, version):
+        return ["hp-moe>=0.1,<0.2", "numpy>=1"] if version == Version("0.1.0") else ["hp-moe>=0.2,<0.3"]
+
+    def package(name, version, *requirements):
+        example = workspace.packages()["hp-moe"]
+        return dataclasses.replace(example, name=name, version=version, requirements=requirements)
+
+    today = {"hp-moe": package("hp-moe", "0.2.0"), "hp-trainer": package("hp-trainer", "0.3.0", "hp-moe>=0.2,<0.3")}
+    monkeypatch.setattr(workspace, "packages", lambda: today)
+    monkeypatch.setattr(compatibility, "released_requirements", needs)
+    versions = [Version("0.1.0"), Version("0.2.0")]
+    assert compatibility.admitted("hp-trainer", versions, today) == [Version("0.2.0")]
+    monkeypatch.setattr(compatibility, "released_requirements", lambda name, version: [])
+    assert compatibility.admitted("hp-moe", versions, today) == [Version("0.2.0")]
+
+
+def test_the_page_of_versions_has_new_rows_in_place_of_old_ones():
+    def result(framework, package, version, passed, failed):
+        return compatibility.Result(framework, package, Version(version), passed, failed, 0, False)
+
+    first = compatibility.page(
+        [result("torch", "hp-moe", "0.1.0", 5, 0), result("torch", "hp-fsdp", "0.1.0", 0, 0)], ""
+    )
+    rows = compatibility.page(
+        [result("torch", "hp-moe", "0.2.0", 5, 1), result("mindspore", "hp-moe", "0.2.0", 3, 0)], first
+    )
+    assert rows.removeprefix(compatibility._HEAD).splitlines() == [
+        "| mindspore | hp-moe 0.2.0 | works | 3 passed, 0 failed | 0 | core |",
+        "| torch | hp-fsdp 0.1.0 | does not work | 0 passed, 0 failed | 0 | core |",
+        "| torch | hp-moe 0.2.0 | does not work | 5 passed, 1 failed | 0 | core |",
+    ]
+
+
+def test_tests_of_the_released_package_are_left_out():
+    assert "tests/fsdp/test_fully_shard.py" not in compatibility.selected("hp-fsdp", False)
+    assert "tests/fsdp/test_fully_shard.py" in compatibility.selected("hp-moe", False)
+    assert "hp_dtensor.testing.conformance" in compatibility.selected("hp-platform-torch", False)
+    assert "--ignore=tests/moe" in compatibility.selected("hp-moe", True)
+    missing = [path for path in compatibility.CORE if not (workspace.ROOT / path).is_file()]
+    assert missing == []
