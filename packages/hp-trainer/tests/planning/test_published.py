@@ -111,6 +111,13 @@ class Job:
             config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, ep_chunks=8))
         return plan_step(config, dims, device)
 
+    @property
+    def planned_memory(self) -> float:
+        """GiB that the allocator of the job's software reserves on the fullest device."""
+        peak = self.plan.memory[self.plan.peak_rank]
+        # The bytes of `loss` are two float32 tensors of the logits' size.
+        return (peak.total + self.given["reserves_logits"] * peak.loss / 4) / 2**30
+
 
 def model_of(given: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a job's model."""
@@ -142,6 +149,7 @@ def jobs() -> Iterator[Job]:
     """Yield the jobs of all sources."""
     for source in TABLE["sources"].values():
         for given in source["jobs"]:
+            given = {"reserves_logits": source.get("reserves_logits", False), **given}
             yield Job(given["name"], given, source["device"], speed_of(given), given.get("memory", given.get("most")))
 
 
@@ -155,21 +163,16 @@ MISSED_SPEED = {
     "DeepSeek-V3 on 256": 0.72,
 }
 MISSED_MEMORY = {
-    # Published is what the allocator reserved, with logits in 16 bits beside those in float32.
-    "8B cp 1": 0.82,
-    "8B cp 2": 0.82,
-    "8B cp 4": 0.82,
-    "8B cp 8": 0.82,
-    "70B on 256": 0.77,
-    "70B on 256 async tp": 0.82,
+    # With exchanges of `tp` that overlap with products, 4.3 GiB less are published.
+    "70B on 256": 0.83,
     # The interleaved schedule has more micro-batches in flight, yet 72.7 GiB are published for it.
     "405B on 512": 0.73,
     # The job fitted into 80 GB: it frees tensors that backward does not need.
     "Llama 3 405B on 8192": 1.31,
     "Llama 3 405B on 16384": 1.20,
     # Compiled blocks save less than single operations.
-    "8B on 128 compiled": 1.16,
-    "8B on 128 float8": 1.16,
+    "8B on 128 compiled": 1.22,
+    "8B on 128 float8": 1.23,
 }
 
 
@@ -189,7 +192,7 @@ def test_speed_is_within_a_fifth(job: Job) -> None:
 )
 def test_memory_is_within_15_percent(job: Job) -> None:
     assert job.memory is not None
-    ratio = job.plan.peak / 2**30 / job.memory
+    ratio = job.planned_memory / job.memory
     if job.name in MISSED_MEMORY:
         assert abs(ratio - 1) > MEMORY, f"{job.name} is within {MEMORY:.0%} now: remove it from MISSED_MEMORY"
         assert ratio == pytest.approx(MISSED_MEMORY[job.name], abs=0.01)
@@ -281,7 +284,7 @@ if __name__ == "__main__":
     for name, each in every.items():
         speed = each.tokens_per_second / each.shape.dims.world_size
         memory = JOBS[name].memory
-        ratio = f"{each.peak / 2**30:6.1f} / {memory}" if memory else ""
+        ratio = f"{JOBS[name].planned_memory:6.1f} / {memory}" if memory else ""
         print(
             f"{'*' if JOBS[name].fitted else ' '} {name:32}{speed:7.0f} /{JOBS[name].speed:7.0f} = "
             f"{speed / JOBS[name].speed:.2f}  {ratio}"
