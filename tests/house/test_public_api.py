@@ -2,8 +2,10 @@
 
 import ast
 import dataclasses
+import json
 import re
 import shutil
+import subprocess
 
 import public_api
 import pytest
@@ -102,6 +104,27 @@ def test_hooks_say_the_release_that_introduced_them(name, tmp_path):
     for version, tag in workspace.released_versions(name).items():
         released = hooks_of(workspace.unpack_release(name, tag, tmp_path / tag) / "src" / package.module)
         assert {hook for hook in since if since[hook] <= version} == released.keys() & since.keys(), tag
+
+
+def schema_keys(schema, definitions, prefix=""):
+    """Yield the dotted name of each key that a schema of configurations has."""
+    for name, value in schema.get("properties", {}).items():
+        yield prefix + name
+        target = definitions[value["$ref"].split("/")[-1]] if "$ref" in value else value
+        yield from schema_keys(target, definitions, f"{prefix}{name}.")
+
+
+def test_a_key_of_configurations_is_removed_by_a_breaking_version_only(root):
+    tag = workspace.last_release("hp-trainer")
+    if tag is None:
+        pytest.skip(f"hp-trainer has no release, or this clone lacks the tags. {workspace.TAGS_ADVICE}")
+    shown = ["git", "show", f"{tag}:docs/config.schema.json"]
+    released = json.loads(subprocess.run(shown, cwd=root, capture_output=True, text=True, check=True).stdout)
+    today = json.loads((root / "docs" / "config.schema.json").read_text())
+    before, after = (set(schema_keys(each, each.get("$defs", {}))) for each in (released, today))
+    assert len(before) > 100
+    kinds = public_api.fragments(workspace.packages()["hp-trainer"]).values()
+    assert not before - after or "breaking" in kinds, "a fragment says what replaces each removed key"
 
 
 def test_deprecated_names_are_found_with_the_version_that_removes_them():
