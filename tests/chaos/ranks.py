@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from cases import REFUSED, SAME, STOPS, Case, Failure
 
+from hp_dtensor.launch.fork_server import RECORDS, environment_of
 from hp_trainer.metrics import read_metrics
 
 STEPS = 150
@@ -83,6 +85,7 @@ class Ranks:
     def __init__(self, folder: Path, platform: str, patience: float) -> None:
         self.folder, self.platform, self.patience = folder, platform, patience
         self.run = folder / "ranks"
+        self.records = Path(tempfile.mkdtemp(dir=folder))
         self.expect(self.finish(self.start("--launch.local_ranks=1")), 0)
         self.curve = self.losses()
 
@@ -93,7 +96,7 @@ class Ranks:
         name, value = self.mark.split("=")
         return subprocess.Popen(
             [*command, *settings],
-            env={**os.environ, name: value},
+            env={**os.environ, name: value, RECORDS: str(self.records)},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -120,11 +123,7 @@ class Ranks:
         """Return the processes of the last command, itself included, whose environments hold what is `wanted`."""
         found = []
         for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))):
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-            except OSError:
-                continue
-            if {self.mark, *wanted} <= set(environment):
+            if {self.mark, *wanted} <= set(environment_of(pid, self.records)):
                 found.append(pid)
         return found
 

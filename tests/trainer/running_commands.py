@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_dtensor.testing.fork_server import RECORDS, environment_of
+from hp_dtensor.launch.fork_server import RECORDS, environment_of
 from hp_trainer.checkpoint import LocalStorage, find_latest
 from hp_trainer.metrics import read_metrics
 

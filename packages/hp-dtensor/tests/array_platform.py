@@ -31,9 +31,6 @@ class ArrayPlatform(Platform):
     def disconnect(self):
         self._world = None
 
-    def environment(self, local_rank, local_size):
-        return {"ARRAY_THREADS": "1"}
-
     def dtype(self, name):
         return np.dtype(name)
 

@@ -21,7 +21,6 @@ import pytest
 from hp_dtensor.exceptions import LaunchError, PlatformError
 from hp_dtensor.launch import RankPool, launch, local_ranks
 from hp_dtensor.launch.local_ranks import LocalRanks, Output
-from hp_dtensor.platform.selection import get_platform
 
 pytestmark = pytest.mark.usefixtures("array_plugin")
 SECONDS = 300.0  # for what takes milliseconds on an idle machine; ranks that are not stopped wait for 600
@@ -65,13 +64,15 @@ def test_the_only_platform_is_the_default():
     assert launch(targets.my_world) == [(0, 1)]
 
 
-def test_ranks_have_torchruns_variables_and_the_platforms(monkeypatch):
+def test_ranks_have_torchruns_variables_and_a_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer job")
     monkeypatch.setenv("MS_ROLE", "MS_WORKER")
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "ARRAY_THREADS"]
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
     found = launch(targets.my_environment, ([*names, "TORCHELASTIC_RUN_ID", "MS_ROLE"],), 2, "array")
     for rank, variables in enumerate(found):
-        assert list(variables.values()) == [str(rank), str(rank), "2", "2", "127.0.0.1", "1", None, None]
+        assert list(variables.values()) == [str(rank), str(rank), "2", "2", "127.0.0.1", "2", None, None]
 
 
 def test_all_ranks_meet_at_one_address():
@@ -430,7 +431,7 @@ def test_an_interrupt_in_the_first_moment_of_a_rank_is_told_as_one(monkeypatch):
 
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_a_rank_waits_for_the_others_is_told_as_one():
-    ranks = LocalRanks(get_platform("array"), 2, Output(terminal=False))
+    ranks = LocalRanks("array", 2, Output(terminal=False))
     ranks.start()
     one = ranks._processes[1]
     one.signal(signal.SIGINT)

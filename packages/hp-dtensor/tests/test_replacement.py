@@ -61,8 +61,9 @@ class WrittenRanks(ReplacedRanks):
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> WrittenRanks:
     monkeypatch.setattr(local_ranks, "_OTHERS_SECONDS", 0.0)
-    platform = SimpleNamespace(name="torch", serve_meeting_point=lambda host: ("", lambda: None))
-    found = WrittenRanks(cast(Any, platform), 2, replacement=Replacement(1, report=lambda text: None))
+    platform = SimpleNamespace(serve_meeting_point=lambda host: ("", lambda: None))
+    monkeypatch.setattr(replacement, "get_platform", lambda name: platform)
+    found = WrittenRanks("array", 2, replacement=Replacement(1, report=lambda text: None))
     found._processes = [found._spawn(rank) for rank in range(2)]
     return found
 

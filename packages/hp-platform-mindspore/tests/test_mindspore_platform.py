@@ -374,14 +374,6 @@ def test_hooks_see_and_change_arguments_and_results(platform, pair):
     np.testing.assert_array_equal(pair(x).asnumpy(), [[4.0] * 4])
 
 
-def test_environment_leaves_what_the_user_has_set(platform, monkeypatch):
-    monkeypatch.delenv("GLOG_v", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert platform.environment(0, 2) == {"GLOG_v": "3"}
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert int(platform.environment(0, 1000)["OMP_NUM_THREADS"]) == 1
-
-
 def test_a_parameter_gets_the_name_of_the_one_it_replaces(platform):
     """MindSpore's checkpoints go by names; a parameter with a name of its own keeps it."""
     cell = ms.nn.SequentialCell(ms.mint.nn.Linear(3, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
@@ -59,15 +58,6 @@ def test_a_kind_of_device_that_is_not_here(monkeypatch):
     monkeypatch.setenv("HP_DEVICE", "tpu")
     with pytest.raises(PlatformError, match=r"HP_DEVICE is 'tpu', but torch can use here only: .*cpu"):
         TorchPlatform()
-
-
-def test_threads_are_divided_among_local_ranks(platform, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert platform.environment(0, 3) == {"OMP_NUM_THREADS": "2"}
-    assert platform.environment(0, 100) == {"OMP_NUM_THREADS": "1"}
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert platform.environment(0, 3) == {}
 
 
 @pytest.mark.parametrize("name", DTYPE_NAMES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -432,15 +431,6 @@ class MindSporePlatform(MindSporeBase):
             world.close()
         # Cached plans refer to groups of the closed world.
         forget_plans()
-
-    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return environment variables for a new rank: logs of errors only, and its share of the CPU cores.
-
-        Variables that the user has set are left unchanged.
-        """
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
-        wanted = {"GLOG_v": "3", "OMP_NUM_THREADS": str(threads)}
-        return {name: value for name, value in wanted.items() if name not in os.environ}
 
     def num_accelerators(self) -> int:
         return 0 if self.capabilities is CPU else int(ms.device_context.ascend.device_count())

@@ -146,11 +146,6 @@ class TorchProcesses(Platform):
         if self._world is not None and not dist.is_initialized():
             self.disconnect()
 
-    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return environment variables of a new rank: its share of the machine's cores as threads, unless set."""
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
-        return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
-
     def num_accelerators(self) -> int:
         kind = self.device_types[0]
         return 0 if kind == "cpu" else int(getattr(torch, kind).device_count())

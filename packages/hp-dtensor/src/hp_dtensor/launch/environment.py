@@ -94,6 +94,15 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
     return joined
 
 
+def threads_of_rank(local_size: int) -> dict[str, str]:
+    """Return the variables by which a rank computes with its share of this machine's cores, unless the user set them.
+
+    Libraries read them while they are imported.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
+
+
 def device_index(local_rank: int, num_devices: int) -> int:
     """Return the index of a rank's device among the `num_devices` that its process sees.
 

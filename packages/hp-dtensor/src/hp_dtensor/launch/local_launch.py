@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any, Self
 
 from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch import local_ranks
 from hp_dtensor.launch.local_ranks import LocalRanks, Output
 from hp_dtensor.launch.rank_process import target_name
 from hp_dtensor.launch.replacement import ReplacedRanks, Replacement
@@ -60,12 +62,11 @@ def launch(
         raise LaunchError(f"launch needs at least one rank, got num_ranks={num_ranks}")
     name = target_name(target)
     output = Output(folder=None if log_dir is None else Path(log_dir))
-    if replacement is None:
-        ranks = LocalRanks(get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds)
-    else:
-        ranks = ReplacedRanks(
-            get_platform(platform), num_ranks, output, timeout_seconds, grace_seconds, replacement=replacement
-        )
+    # Where ranks are forked, this process needs no framework to start them.
+    is_forked = local_ranks.start_process is not subprocess.Popen
+    chosen = platform if is_forked and isinstance(platform, str) else get_platform(platform).name
+    options = (chosen, num_ranks, output, timeout_seconds, grace_seconds)
+    ranks = LocalRanks(*options) if replacement is None else ReplacedRanks(*options, replacement=replacement)
     stopper = _Stopper(ranks, grace_seconds if stop_seconds is None else stop_seconds)
     with held_signals(stopper.stop), _stacks_on_request(ranks):
         try:
@@ -163,7 +164,7 @@ class RankPool:
         """
         name = target_name(target)
         if self._ranks is None:
-            started = LocalRanks(self.platform, self.num_ranks, Output(terminal=False), self._timeout_seconds)
+            started = LocalRanks(self.platform.name, self.num_ranks, Output(terminal=False), self._timeout_seconds)
             started.start()
             self._ranks = started
         ranks = self._ranks

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.launch.environment import threads_of_rank
 from hp_dtensor.launch.rank_process import HOST, Failed, Returned, Run, Setup
-from hp_dtensor.platform.interface import Platform
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[4]); "
@@ -41,7 +41,7 @@ _TAIL_BYTES = 20_000
 _LAST_FRAME = b'File "<string>", line 1 in <module>'
 _START_ATTEMPTS = 3
 _LOOPBACK_SECONDS = 30.0
-# Tests replace it by a function that forks a process which has imported the framework.
+# `fork_server` replaces it by a function that forks a process which has imported the framework.
 start_process: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
 
 
@@ -102,11 +102,12 @@ class LocalRanks:
     """Connected ranks of one job on this machine.
 
     Args:
+        platform: its name.
         timeout_seconds: limit for joining the job and, if the platform supports it, for each collective.
         grace_seconds: time between asking the ranks to end and killing them.
     """
 
-    platform: Platform
+    platform: str
     size: int
     output: Output = field(default_factory=Output)
     timeout_seconds: float = 300.0
@@ -206,7 +207,7 @@ class LocalRanks:
 
     def _set_up(self, process: Process, **options: Any) -> None:
         """Send a process its first message; `options` are further fields of `Setup`."""
-        place = (self.platform.name, process.rank, self.size, self.timeout_seconds, self.argv)
+        place = (self.platform, process.rank, self.size, self.timeout_seconds, self.argv)
         self._send(process, Setup(*place, **options))
 
     def _spawn(self, rank: int, *, again: bool = False) -> Process:
@@ -218,7 +219,7 @@ class LocalRanks:
             path = json.dumps([entry or os.getcwd() for entry in sys.path])
             inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
             place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
-            environment = inherited | self.platform.environment(rank, self.size)
+            environment = inherited | threads_of_rank(self.size)
             environment |= {name: str(value) for name, value in place.items()}
             popen = start_process(
                 # -P: modules in the working directory, such as a json.py, must not shadow the imports of _START.

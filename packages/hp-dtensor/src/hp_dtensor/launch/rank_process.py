@@ -261,7 +261,7 @@ class Link:
 def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
     """Run the parent's requests until it sends None (normal end) or one fails."""
     os.set_inheritable(fd, False)
-    _die_with(parent, parent_is_main_thread)
+    die_with(parent, parent_is_main_thread)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     link = Link(Connection(fd))
@@ -462,7 +462,7 @@ def _report(link: Link, phase: str, error: BaseException) -> None:
     sys.stderr.flush()
 
 
-def _die_with(parent: int, parent_is_main_thread: bool) -> None:
+def die_with(parent: int, parent_is_main_thread: bool) -> None:
     """On Linux, have the kernel kill this process when its parent dies.
 
     Unlike the thread of `Link`, this works while native code holds the GIL. Linux sends the signal when the *thread*

@@ -27,6 +27,7 @@ from hp_dtensor.launch.local_ranks import (
     state_of,
 )
 from hp_dtensor.launch.rank_process import HOST, Generation, Imported, Joined, Leave, Left, Lost, Meet, Run, Stay
+from hp_dtensor.platform.selection import get_platform
 
 _POLL_SECONDS = 0.5
 # Time in which the end of a rank is seen that made a collective of another one fail.
@@ -292,7 +293,7 @@ class ReplacedRanks(LocalRanks):
         LocalRanks._set_up(self, process, replaces=True, **options)
 
     def _serve(self) -> str:
-        address, self._close = self.platform.serve_meeting_point(HOST)
+        address, self._close = get_platform(self.platform).serve_meeting_point(HOST)
         return address
 
     def _send_to(self, ranks: Iterable[int], message: Any) -> None:

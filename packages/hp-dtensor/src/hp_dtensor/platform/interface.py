@@ -556,10 +556,6 @@ class ProcessInterface(ABC):
         By default nothing happens: they fail by themselves when the connections of the peer are closed.
         """
 
-    def environment(self, local_rank: int, local_size: int) -> dict[str, str]:
-        """Return extra environment variables for a rank started on this machine (thread counts, log levels)."""
-        return {}
-
     def num_accelerators(self) -> int:
         """Return the number of accelerators of the best type on this machine. With 0, ranks run on the CPU."""
         return 0

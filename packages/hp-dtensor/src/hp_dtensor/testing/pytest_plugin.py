@@ -19,8 +19,8 @@ import pytest
 
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankPool
+    from hp_dtensor.launch.fork_server import ForkServer
     from hp_dtensor.platform.interface import Platform
-    from hp_dtensor.testing.fork_server import ForkServer
 
 
 CASES = "hp_cases"
@@ -198,7 +198,7 @@ def imported_modules() -> Sequence[str]:
 @pytest.fixture(scope="session")
 def fork_server(hp_platform: Platform, imported_modules: Sequence[str]) -> Iterator[ForkServer]:
     """Starts Python processes that have imported the framework already."""
-    from hp_dtensor.testing.fork_server import ForkServer
+    from hp_dtensor.launch.fork_server import ForkServer
 
     server = ForkServer(hp_platform.name, imported_modules)
     yield server
@@ -216,7 +216,7 @@ def forked_ranks(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture(scope="session")
 def rank_pool(hp_platform: Platform, fork_server: ForkServer) -> Iterator[Callable[[int], RankPool]]:
     """`rank_pool(n).run("module:function", *args)`: real ranks of `hp_platform`, started once per session and size."""
-    from hp_dtensor.testing.fork_server import ForkedRankPool
+    from hp_dtensor.launch.fork_server import ForkedRankPool
 
     pools: dict[int, RankPool] = {}
 

@@ -24,6 +24,7 @@ from hp_dtensor.launch import (
     launch,
     next_generation,
 )
+from hp_dtensor.launch.fork_server import forked_ranks
 from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
@@ -45,7 +46,15 @@ from hp_trainer.exceptions import (
 )
 from hp_trainer.failures import describe_exit, describe_machine_error
 from hp_trainer.generation import write_samples
-from hp_trainer.launch.platforms import import_platform, is_first_process, report, world_size_of
+from hp_trainer.launch.platforms import (
+    chosen_platform,
+    import_platform,
+    is_first_process,
+    num_accelerators,
+    report,
+    report_import,
+    world_size_of,
+)
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training import Trainer
@@ -75,8 +84,8 @@ def launch_training(
         StoppedError: a signal ended the run before its last step.
         HPError: whatever `prepare` raises, or the training if this process is a rank.
     """
-    platform = import_platform(config.platform)
     with ExitStack() as stack:
+        platform = stack.enter_context(_importing(config))
 
         def start() -> tuple[str, str, str | None]:
             if not folder.exists():
@@ -90,10 +99,32 @@ def launch_training(
         return _train(config, platform, start, choice)
 
 
+@contextlib.contextmanager
+def _importing(config: TrainerConfig) -> Iterator[Platform | str]:
+    """Import the framework: here, or in a server that forks the local ranks, with the modules of a training.
+
+    Returns:
+        The platform, or its name where this process needs no framework.
+    """
+    name = chosen_platform(config.platform)
+    if is_launched() or not isinstance(name, str) or _trains_here(config) or num_accelerators(name):
+        yield import_platform(config.platform)
+        return
+    report_import(name)
+    with forked_ranks(name, world_size_of(config), [__name__]) as is_possible:
+        yield name if is_possible else import_platform(name)
+
+
+def _trains_here(config: TrainerConfig) -> bool:
+    """Return whether this process is the only rank. Restarts need a process that survives."""
+    return world_size_of(config) == 1 and not config.launch.max_restarts
+
+
 def _train(
-    config: TrainerConfig, platform: Platform, start: Callable[[], tuple[str, str, str | None]], choice: Choice
+    config: TrainerConfig, platform: Platform | str, start: Callable[[], tuple[str, str, str | None]], choice: Choice
 ) -> Path:
     """Train on all ranks; `start` locks and prepares the run, and returns its folder, lock and checkpoint."""
+    name = platform if isinstance(platform, str) else platform.name
     if is_launched():
         if config.fault_tolerance.copies is not None:
             report(
@@ -104,20 +135,16 @@ def _train(
         world = from_environment(platform, config.launch.timeout_seconds)
         # Only rank 0 runs `start`; its errors are raised on all ranks, which then end together.
         path, owner, checkpoint = coordinator(world.all, "preparing the run", start, RunFolderError)
-        ended_by = _train_here(config, path, owner, checkpoint, platform.name, False, choice)
+        ended_by = _train_here(config, path, owner, checkpoint, name, False, choice)
         # Disconnected first, so that other ranks do not wait while rank 0 writes the samples.
-        platform.disconnect()
+        get_platform(platform).disconnect()
         if ended_by is None and is_first_process():
             write_samples(RunFolder(Path(path)), config)
     else:
         path, owner, checkpoint = start()
-        arguments = (path, owner, checkpoint, platform.name, True, choice)
-        # In this process: a start of a second one would load the framework again. Restarts need a process that
-        # survives.
-        if world_size_of(config) == 1 and not config.launch.max_restarts:
-            ended_by = _train_here(config, *arguments)
-        else:
-            ended_by = _train_on_local_ranks(config, platform, arguments)
+        arguments = (path, owner, checkpoint, name, True, choice)
+        # In this process: a second one would import the framework again.
+        ended_by = _train_here(config, *arguments) if _trains_here(config) else _train_on_local_ranks(config, arguments)
     if ended_by is not None:
         # After the ranks have ended, when the checkpoint of the stop is complete.
         advice = _how_to_continue(RunFolder(Path(path)), config)
@@ -125,10 +152,10 @@ def _train(
     return Path(path)
 
 
-def _train_on_local_ranks(config: TrainerConfig, platform: Platform, arguments: RankArguments) -> int | None:
-    report(f"starting {world_size_of(config)} ranks on {platform.name}")
+def _train_on_local_ranks(config: TrainerConfig, arguments: RankArguments) -> int | None:
+    report(f"starting {world_size_of(config)} ranks on {arguments[3]}")
     try:
-        return run_with_restarts(run_rank, arguments, config, platform)
+        return run_with_restarts(run_rank, arguments, config)
     except LaunchError as error:
         ended_by = stopped_by(error)
         if ended_by is not None:
@@ -373,7 +400,7 @@ _PAUSE_SECONDS = 1.0
 
 
 def run_with_restarts(
-    run_rank: Callable[..., int | None], arguments: RankArguments, config: TrainerConfig, platform: Platform
+    run_rank: Callable[..., int | None], arguments: RankArguments, config: TrainerConfig
 ) -> int | None:
     """Run a job on local ranks; return the signal that ended it before its last step, or None when it is done.
 
@@ -392,7 +419,7 @@ def run_with_restarts(
     restarts_left, failures = config.launch.max_restarts, 0
     while True:
         try:
-            return _run_once(run_rank, (path, owner, checkpoint, *rest), config, platform, run.logs)
+            return _run_once(run_rank, (path, owner, checkpoint, *rest), config, run.logs)
         except LaunchError as error:
             # A rank that was stopped by a signal has not failed.
             if not config.launch.max_restarts or error.kind in _FINAL or stopped_by(error) is not None:
@@ -436,9 +463,8 @@ def stopped_by(error: LaunchError) -> int | None:
 
 def _run_once(
     run_rank: Callable[..., int | None],
-    arguments: tuple[object, ...],
+    arguments: tuple[Any, ...],
     config: TrainerConfig,
-    platform: Platform,
     logs: Path,
 ) -> int | None:
     settings, replacement = config.fault_tolerance, None
@@ -449,7 +475,7 @@ def _run_once(
             run_rank,
             arguments,
             num_ranks=world_size_of(config),
-            platform=platform,
+            platform=str(arguments[3]),
             log_dir=logs,
             timeout_seconds=config.launch.timeout_seconds,
             stop_seconds=config.launch.stop_seconds,

@@ -44,12 +44,13 @@ def import_platform(name: str | None) -> Platform:
     """
     chosen = chosen_platform(name)
     if isinstance(chosen, str):
-        _report_import(chosen)
+        report_import(chosen)
     return get_platform(name)
 
 
 @functools.cache
-def _report_import(name: str) -> None:
+def report_import(name: str) -> None:
+    """Report once that a framework is imported."""
     report(f"importing {name}")
 
 

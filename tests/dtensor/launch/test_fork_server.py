@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hp_dtensor.testing.fork_server import RECORDS, ForkServer, environment_of
+from hp_dtensor.launch.fork_server import RECORDS, ForkServer, environment_of
 
 pytestmark = pytest.mark.real_ranks
 
@@ -112,6 +112,33 @@ def test_the_environment_of_a_forked_process_is_recorded(fork_server, tmp_path):
     assert environment_of(os.getpid(), tmp_path) == Path("/proc/self/environ").read_text().split("\0")
 
 
+LAUNCHES = """\
+import os, sys
+from hp_dtensor.launch import launch
+from hp_dtensor.launch.fork_server import forked_ranks
+
+def about():
+    return os.getppid(), os.environ["OMP_NUM_THREADS"], "imported" in sys.modules, os.environ["RANK"]
+
+if __name__ == "__main__":
+    os.environ.pop("OMP_NUM_THREADS", None)
+    with forked_ranks(sys.argv[1], 2, ["imported"]) as possible:
+        found = launch(about, (), 2, sys.argv[1])
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    print(possible, found == [(os.getpid(), threads, possible, rank) for rank in "01"], sys.argv[1] in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("module", "expected"), [("", "True True False"), ("raise OSError", "False True True")])
+def test_ranks_are_forked_by_a_process_that_needs_no_framework(hp_platform, tmp_path, module, expected):
+    (tmp_path / "imported.py").write_text(module)
+    (tmp_path / "launches.py").write_text(LAUNCHES)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(tmp_path / "launches.py"), hp_platform.name]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.split("\n")[-2]) == (0, expected), done.stderr
+
+
 def test_variables_that_imports_read_need_a_new_interpreter(fork_server):
     assert about(fork_server, env={**os.environ, "OMP_NUM_THREADS": "7"})["frameworks"] == []
 
@@ -170,7 +197,7 @@ def test_a_passed_file_ends_when_a_script_closes_it(fork_server, tmp_path):
 def test_the_server_ends_with_its_client_and_its_processes_go_on(hp_platform):
     code = f"""
         import subprocess, sys
-        from hp_dtensor.testing.fork_server import ForkServer
+        from hp_dtensor.launch.fork_server import ForkServer
         server = ForkServer({hp_platform.name!r})
         child = "import os; print(os.getppid(), flush=True); input(); print(os.getppid(), flush=True)"
         server.popen([sys.executable, "-c", child], start_new_session=True)

@@ -1,11 +1,12 @@
-"""`ForkServer`: Python processes for tests, forked from one that has imported a framework.
+"""`ForkServer`: Python processes that are forked from one that has imported a framework.
 
-A new interpreter takes two to four seconds of a core to import a framework, a fork some milliseconds. Ranks and
-commands that tests start often are therefore forked. A forked process has its own environment, arguments, folder,
-files, session and random numbers, and is a child of the process that requested it. It differs from a new one in four
-things: its modules are imported already, all processes of a server have one seed of hashes, without OMP_NUM_THREADS it
-computes with one thread, and `/proc/PID/environ` shows the server's environment (`environment_of` returns its own).
-Tests of these start a new interpreter. On an accelerator, and with another OMP_NUM_THREADS than 1, nothing is forked.
+A new interpreter takes two to four seconds of a core to import a framework, a fork some milliseconds. The local ranks
+of `hp-train`, and the ranks and commands of tests, are therefore forked. A forked process has its own environment,
+arguments, folder, files, session and random numbers, and is a child of the process that requested it. It differs from
+a new one in three things: its modules are imported already, all processes of a server have one seed of hashes, and
+`/proc/PID/environ` shows the server's environment (`environment_of` returns its own). Nothing is forked on an
+accelerator, whose driver does not survive a fork, if the imports have started threads, which a fork does not have, or
+if variables that the imports read, such as OMP_NUM_THREADS, differ from the server's.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
-from unittest import mock
 
-from hp_dtensor.launch import RankPool, local_ranks
+from hp_dtensor.launch import local_ranks
+from hp_dtensor.launch.environment import threads_of_rank
+from hp_dtensor.launch.local_launch import RankPool
+from hp_dtensor.launch.rank_process import die_with
 from hp_dtensor.platform import plugins, selection
 from hp_dtensor.platform.interface import Platform
 
@@ -40,7 +44,8 @@ RECORDS = "HP_TEST_FORKED"
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from hp_dtensor.testing.fork_server import main; main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[4]))"
+    "from hp_dtensor.launch.fork_server import main; "
+    "main(int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[4]), int(sys.argv[5]), sys.argv[6] == 'True')"
 )
 _READY = b"ready"
 _LARGEST_REQUEST = 1 << 20
@@ -79,14 +84,16 @@ class ForkServer:
     Args:
         platform: name of the platform.
         modules: further modules to import.
+        variables: environment variables of the server in which it differs from this process.
     """
 
-    def __init__(self, platform: str, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, platform: str, modules: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType(_ONE_THREAD)
+    ) -> None:
         self._platform = platform
         self._modules = modules
         # Of now, not of the first start: a test may have changed variables for its own processes.
-        # Numpy and frameworks start threads while they are imported, unless this is 1.
-        self._environment = {**os.environ, **_ONE_THREAD}
+        self._environment = {**os.environ, **variables}
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -96,7 +103,7 @@ class ForkServer:
         """Start a process as `subprocess.Popen` with the same arguments does, by a fork where that is possible."""
         environment = options.get("env") or dict(os.environ)
         forkable = options.get("start_new_session") and _program(args) and _alike(environment, self._environment)
-        if forkable and self._is_ready():
+        if forkable and self.is_ready():
             return _ForkedProcess(self, args, **options)
         return subprocess.Popen(args, **options)
 
@@ -116,6 +123,9 @@ class ForkServer:
         """End the server. Processes that it has forked go on."""
         if self._socket is not None:
             self._socket.close()
+        elif self._process is not None and not self._refused:
+            # `is_ready` was interrupted, and the server still imports modules.
+            self._process.kill()
         if self._process is not None:
             self._process.wait()
 
@@ -143,7 +153,8 @@ class ForkServer:
         else:
             self._process.wait()
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Start the server, wait until it has imported all modules, and return whether processes can be forked."""
         with self._lock:
             if self._socket is None and not self._refused:
                 self._start()
@@ -153,9 +164,10 @@ class ForkServer:
         ours, theirs = _socket_pair()
         path = json.dumps([entry or os.getcwd() for entry in sys.path])
         command = [sys.executable, "-P", "-c", _START, str(theirs.fileno()), self._platform, path]
+        is_main = threading.current_thread() is threading.main_thread()
         with theirs:
             self._process = subprocess.Popen(
-                [*command, json.dumps(list(self._modules))],
+                [*command, json.dumps(list(self._modules)), str(os.getpid()), str(is_main)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 env=self._environment,
@@ -186,6 +198,36 @@ class ForkServer:
         return server
 
 
+@contextlib.contextmanager
+def forked_ranks(platform: str, num_ranks: int, modules: Sequence[str]) -> Iterator[bool]:
+    """Context in which `launch` forks ranks from one process that has imported the framework and `modules`.
+
+    Its value is False if this is not possible; `launch` then starts an interpreter for each rank.
+    """
+    if local_ranks.start_process is not subprocess.Popen:
+        # This process was forked itself, and its server forks the ranks, too.
+        yield True
+        return
+    server = ForkServer(platform, modules, threads_of_rank(num_ranks))
+    try:
+        if server.is_ready():
+            with _forking(server):
+                yield True
+        else:
+            yield False
+    finally:
+        server.close()
+
+
+@contextlib.contextmanager
+def _forking(server: ForkServer) -> Iterator[None]:
+    before, local_ranks.start_process = local_ranks.start_process, server.popen
+    try:
+        yield
+    finally:
+        local_ranks.start_process = before
+
+
 class ForkedRankPool(RankPool):
     """A pool whose ranks are forked by a server."""
 
@@ -194,7 +236,7 @@ class ForkedRankPool(RankPool):
         self._server = server
 
     def run(self, target: str | Callable[..., Any], *args: Any, timeout_seconds: float | None = 300.0) -> list[Any]:
-        with mock.patch.object(local_ranks, "start_process", self._server.popen):
+        with _forking(self._server):
             return super().run(target, *args, timeout_seconds=timeout_seconds)
 
 
@@ -255,19 +297,31 @@ class _Imported:
     added: dict[str, str]
 
 
-def main(fd: int, platform: str, modules: list[str]) -> None:
+def main(fd: int, platform: str, modules: list[str], parent: int, parent_is_main_thread: bool) -> None:
     """Import the framework, and serve. Each forked process runs what was requested."""
+    die_with(parent, parent_is_main_thread)
+    # A Ctrl-C during the imports: the parent ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=fd)
     channel.set_inheritable(False)
     environment, path = dict(os.environ), tuple(sys.path)
-    selected = selection.get_platform(platform)
-    for module in modules:
-        importlib.import_module(module)
+    try:
+        selected = selection.get_platform(platform)
+        for module in modules:
+            importlib.import_module(module)
+    except Exception as error:
+        # A process that is not forked reports it better.
+        channel.send(f"the imports have failed: {error}"[:60].encode())
+        return
     # Forked processes look for plugins on their own paths.
     plugins.plugin_manager.cache_clear()
     selection._load.cache_clear()
     added = {name: value for name, value in os.environ.items() if name not in environment}
-    # A fork has none of the other threads, and locks that they hold would stay locked.
+    # A fork has none of the other threads, and locks that they hold would stay locked. NumPy's OpenBLAS, though, ends
+    # its threads before any fork, and starts them again when it needs them.
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
     if len(os.listdir("/proc/self/task")) > 1:
         channel.send(b"the imports have started threads")
         return
