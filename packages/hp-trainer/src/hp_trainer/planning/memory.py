@@ -63,9 +63,7 @@ class MemoryPlan:
     @property
     def total(self) -> float:
         """Sum of all bytes."""
-        # Written out, because a search of layouts computes it for every moment of every layout.
-        throughout = self.weights + self.optimizer + self.average + self.gradients + self.gathered
-        return throughout + self.reducing + self.activations + self.loss + self.communication + self.updating
+        return sum(self.parts().values())
 
 
 # Bytes by the names of `MemoryPlan`: numbers, or arrays with an entry for each block in the order of backward.
