@@ -60,7 +60,7 @@ ACROSS = ["tests", "--ignore=tests/house", "--ignore=tests/engines"]
 # Those that use the device: others repeat what the conformance suites test, or measure the CPU.
 ON_NPU = (
     "tests/npu_stand_in",
-    *(f"tests/fsdp/test_{name}.py" for name in ("fully_shard", "hsdp", "communication", "streamed_optimizer")),
+    *(f"tests/fsdp/test_{name}.py" for name in ("fully_shard", "hsdp", "communication")),
     *(f"tests/moe/test_{name}.py" for name in ("experts", "expert_parallel", "moe", "router")),
 )
 MAIN_CONFIG = "examples/moe_small.yaml"
