@@ -146,6 +146,8 @@ Array = np.ndarray[Any, Any]
 
 
 def cumsum(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
+    # As torch: `ops.cumsum` adds up integers in their own dtype, where sums overflow, and refuses booleans.
+    dtype = result_dtype(mint.sum, x) if dtype is None else dtype
     x = x if dtype is None else pointwise.cast(x, dtype)
     return ops.cumsum(x, dim) if x.size else pointwise.clone(x)
 
