@@ -25,8 +25,8 @@ PAGE = ROOT / "docs" / "platform_interface.md"
 HEAD = """\
 # The interface of platforms
 
-All methods of `hp_dtensor.Platform` and its operations, of hp-fsdp's `ParameterStorage` and of process groups.
-`tools/interface_page.py` writes this page from their docstrings; see [writing a platform](writing_a_platform.md).
+Attributes, methods and operations of `hp_dtensor.Platform`, and methods of hp-fsdp's `ParameterStorage` and of process
+groups, written from their docstrings by `tools/interface_page.py`; see [writing a platform](writing_a_platform.md).
 
 **Without it** says what happens if a platform does not implement a method. *Required*: nothing works. *Default*: it
 works as the description says, or more slowly. *Refused*: what needs it raises a `CapabilityError`. **Tests** are the
@@ -61,7 +61,13 @@ def page() -> str:
     suites = {f"{path.parts[-4]} `{path.stem}`": path.read_text() for path in sources}
     lines = [HEAD]
     for title, (owner, kind) in PARTS.items():
-        lines += [f"## {title}", "", "| method | without it | description | tests |", "|---|---|---|---|"]
+        lines += [
+            f"## {title}",
+            "",
+            *_attributes(owner),
+            "| method | without it | description | tests |",
+            "|---|---|---|---|",
+        ]
         lines += [_row(owner, name, value, kind, suites) for name, value in _methods(owner)]
         lines.append("")
     lines += ["## Operations", "", "On plain tensors, by `platform.ops`. `composed`: of the required ones.", ""]
@@ -72,6 +78,16 @@ def page() -> str:
         for name, signature in OP_SIGNATURES.items()
     ]
     return "\n".join(lines) + "\n"
+
+
+def _attributes(owner: type) -> Iterator[str]:
+    """Yield a table of the attributes that the docstring of a part describes."""
+    described = (inspect.getdoc(owner) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", described, re.MULTILINE)
+    if found:
+        yield from ("| attribute | description |", "|---|---|")
+        yield from (f"| `{name}` | {' '.join(text.split())} |" for name, text in found)
+        yield ""
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:

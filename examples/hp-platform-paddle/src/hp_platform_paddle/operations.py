@@ -24,7 +24,7 @@ FLOATING = (paddle.float64, paddle.float32, *HALF)
 SMALL_INTEGERS = (paddle.int16, paddle.int8, paddle.uint8)
 _getitem = Tensor.__getitem__
 # From narrow to wide, as tensors of two dtypes are promoted.
-_ORDER = (paddle.bool, paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64)
+_ORDER = (paddle.uint8, paddle.int8, paddle.int16, paddle.int32, paddle.int64)
 
 
 def widened(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,25 +43,27 @@ def _wide(dtype: Any) -> Any:
     return paddle.float32 if dtype in HALF else paddle.int64 if dtype in SMALL_INTEGERS else dtype
 
 
+def _kind(x: Operand) -> int:
+    if not isinstance(x, Tensor):
+        return 0 if isinstance(x, bool) else 1 if isinstance(x, int) else 2
+    return 2 if x.dtype in FLOATING else 0 if x.dtype == paddle.bool else 1
+
+
 def _common(x: Operand, y: Operand) -> Any:
-    """Return the dtype of a result: a number takes that of the tensor, but a fraction makes integers float32."""
-    tensors = [each.dtype for each in (x, y) if isinstance(each, Tensor)]
-    if len(tensors) == 1:
-        number = y if isinstance(x, Tensor) else x
-        (dtype,) = tensors
-        if isinstance(number, float) and dtype not in FLOATING:
-            return paddle.float32
-        return paddle.int64 if dtype == paddle.bool and not isinstance(number, bool) else dtype
-    if tensors[0] == tensors[1]:
-        return tensors[0]
-    floating = [dtype for dtype in tensors if dtype in FLOATING]
-    if len(floating) == 1:
-        return floating[0]
-    if floating:
-        return paddle.float64 if paddle.float64 in floating else paddle.float32
-    if set(tensors) == {paddle.int8, paddle.uint8}:
-        return paddle.int16
-    return max(tensors, key=_ORDER.index)
+    """Return the dtype of a result, as torch promotes: of tensors with dimensions, else of others, else of numbers.
+
+    An operand of a lower kind (booleans, integers, floats) than the other does not count.
+    """
+    highest = max(_kind(x), _kind(y))
+    tensors = [each for each in (x, y) if isinstance(each, Tensor) and _kind(each) == highest]
+    found = {each.dtype for each in tensors if each.ndim} or {each.dtype for each in tensors}
+    if len(found) == 1:
+        return found.pop()
+    if not found:
+        return (paddle.bool, paddle.int64, paddle.float32)[highest]
+    if highest == 2:
+        return paddle.float64 if paddle.float64 in found else paddle.float32
+    return paddle.int16 if found == {paddle.int8, paddle.uint8} else max(found, key=_ORDER.index)
 
 
 def _operands(x: Operand, y: Operand, dtype: Any) -> tuple[Tensor, Tensor]:
@@ -87,8 +89,7 @@ def div(x: Operand, y: Operand) -> Tensor:
 
 
 def where(condition: Tensor, x: Operand, y: Operand) -> Tensor:
-    numbers = not isinstance(x, Tensor) and not isinstance(y, Tensor)
-    dtype = (paddle.float32 if isinstance(x + y, float) else paddle.int64) if numbers else _common(x, y)
+    dtype = _common(x, y)
     a, b = _operands(x, y, _wide(dtype))
     # Paddle's `where` takes operands of equal shapes only to be differentiable in each.
     return paddle.where(condition, a, b).cast(dtype)

@@ -167,6 +167,13 @@ class PaddlePlatform(SocketProcesses, Platform):
     def set_random_state(self, state: Any) -> None:
         paddle.set_rng_state(state)
 
+    def rank_state(self) -> Any:
+        """Return the state of the generator, of which a process has one: each simulated rank has its own."""
+        return paddle.get_rng_state()
+
+    def set_rank_state(self, state: Any) -> None:
+        paddle.set_rng_state(state)
+
     # Modules ---------------------------------------------------------------------------------------------
 
     def named_modules(self, module: Layer) -> Iterator[tuple[str, Layer]]:

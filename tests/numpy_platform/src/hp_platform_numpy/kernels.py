@@ -31,18 +31,28 @@ def _data(x: Operand) -> Any:
     return x.data if isinstance(x, Tensor) else x
 
 
-def _common(x: Operand, y: Operand) -> str:
-    """Return the dtype of a result: a number takes that of the tensor, but a fraction makes integers float32."""
-    tensors = [v.dtype for v in (x, y) if isinstance(v, Tensor)]
-    if len(tensors) == 1:
-        number = y if isinstance(x, Tensor) else x
-        return "float32" if isinstance(number, float) and tensors[0] not in FLOATING else tensors[0]
-    if tensors[0] == tensors[1]:
-        return tensors[0]
-    floating = [dtype for dtype in tensors if dtype in FLOATING]
-    if len(floating) == 1:
-        return floating[0]
-    return np.result_type(*("float32" if dtype == "bfloat16" else dtype for dtype in tensors)).name
+def _kind(x: Operand) -> int:
+    dtype = x.dtype if isinstance(x, Tensor) else type(x).__name__
+    return 2 if "float" in dtype else 0 if dtype == "bool" else 1
+
+
+def _common(*operands: Operand) -> str:
+    """Return the dtype of a result, as torch promotes: of tensors with dimensions, else of others, else of numbers.
+
+    Operands of a lower kind (booleans, integers, floats) than the highest do not count.
+    """
+    highest = max(map(_kind, operands))
+    tensors = [x for x in operands if isinstance(x, Tensor) and _kind(x) == highest]
+    found = {x.dtype for x in tensors if x.data.ndim} or {x.dtype for x in tensors}
+    if len(found) == 1:
+        return found.pop()
+    if not found:
+        return ("bool", "int64", "float32")[highest]
+    return np.result_type(*("float32" if dtype == "bfloat16" else dtype for dtype in found)).name
+
+
+def _float(x: Tensor) -> str:
+    return x.dtype if x.dtype in FLOATING else "float32"
 
 
 def _sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
@@ -77,11 +87,12 @@ def _binary(
     value: Callable[[Any, Any], Array],
     left: Callable[[Array, Any, Any, Array], Array],
     right: Callable[[Array, Any, Any, Array], Array],
+    result_dtype: Callable[[Operand, Operand], str] = _common,
 ) -> Callable[[Operand, Operand], Tensor]:
     """`left` and `right` give the operands' gradients from (gradient, x, y, result)."""
 
     def operation(x: Operand, y: Operand) -> Tensor:
-        a, b, dtype = _data(x), _data(y), _common(x, y)
+        a, b, dtype = _data(x), _data(y), result_dtype(x, y)
         result = np.asarray(value(a, b))
         links: list[Link] = []
         if isinstance(x, Tensor):
@@ -99,7 +110,12 @@ def _share(wins: Array, ties: Array) -> Array:
 
 add = _binary(np.add, lambda g, x, y, r: g, lambda g, x, y, r: g)
 mul = _binary(np.multiply, lambda g, x, y, r: g * y, lambda g, x, y, r: g * x)
-div = _binary(np.divide, lambda g, x, y, r: g / y, lambda g, x, y, r: -g * r / y)
+div = _binary(
+    np.divide,
+    lambda g, x, y, r: g / y,
+    lambda g, x, y, r: -g * r / y,
+    lambda x, y: _common(x, y) if max(_kind(x), _kind(y)) == 2 else "float32",
+)
 pow_ = _binary(np.power, lambda g, x, y, r: g * y * np.power(x, y - 1), lambda g, x, y, r: g * r * np.log(x))
 maximum = _binary(
     np.maximum, lambda g, x, y, r: g * _share(x > y, x == y), lambda g, x, y, r: g * _share(y > x, x == y)
@@ -115,7 +131,7 @@ def _unary(value: Callable[[Array], Array], slope: Callable[[Array, Array], Arra
 
     def operation(x: Tensor) -> Tensor:
         result = np.asarray(value(x.data))
-        return record(result, x.dtype, (x, lambda g: g * slope(x.data, result)))
+        return record(result, _float(x), (x, lambda g: g * slope(x.data, result)))
 
     return operation
 
@@ -135,7 +151,10 @@ sin = _unary(np.sin, lambda x, r: np.cos(x))
 cos = _unary(np.cos, lambda x, r: -np.sin(x))
 tanh = _unary(np.tanh, lambda x, r: 1 - r**2)
 gelu = _unary(lambda x: x * 0.5 * (1 + _erf(x * _phi)), _gelu_slope)
-clone = _unary(np.copy, lambda x, r: np.ones_like(x))
+
+
+def clone(x: Tensor) -> Tensor:
+    return record(x.data.copy(), x.dtype, (x, lambda g: g))
 
 
 def where(condition: Tensor, x: Operand, y: Operand) -> Tensor:
@@ -220,7 +239,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
 def cat(tensors: Sequence[Tensor], dim: int) -> Tensor:
     stops = np.cumsum([x.data.shape[dim] for x in tensors])[:-1]
     links = [(x, lambda g, i=i: np.split(g, stops, dim)[i]) for i, x in enumerate(tensors)]
-    return record(np.concatenate([x.data for x in tensors], dim), tensors[0].dtype, *links)
+    return record(np.concatenate([x.data for x in tensors], dim), _common(*tensors), *links)
 
 
 def narrow(x: Tensor, dim: int, start: int, length: int) -> Tensor:
@@ -267,7 +286,11 @@ def index_put(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
 
 
 def argsort(x: Tensor, dim: int, stable: bool = True, descending: bool = False) -> Tensor:
-    return Tensor(np.argsort(-x.data if descending else x.data, dim, kind="stable"), "int64")
+    if not descending:
+        return Tensor(np.argsort(x.data, dim, kind="stable"), "int64")
+    # Backwards twice, so that equal elements stay in order. The negative of some integers overflows.
+    backwards = np.argsort(np.flip(x.data, dim), dim, kind="stable")
+    return Tensor(np.flip(x.data.shape[dim] - 1 - backwards, dim), "int64")
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

@@ -185,6 +185,19 @@ class NumpyPlatform(SocketProcesses, Platform):
         draw = {"uniform": self._random.random, "normal": self._random.standard_normal}[distribution]
         return Tensor(draw(tuple(shape)), dtype)
 
+    def random_state(self) -> Any:
+        return self._random.bit_generator.state
+
+    def set_random_state(self, state: Any) -> None:
+        self._random.bit_generator.state = state
+
+    def rank_state(self) -> np.random.Generator:
+        """Return the generator: each simulated rank has its own."""
+        return self._random
+
+    def set_rank_state(self, state: np.random.Generator) -> None:
+        self._random = state
+
 
 def _same_place(x: Tensor, kind: type) -> Any:
     """Make another kind of tensor of `x`, of the same memory and, through an identity, in the same graph."""

@@ -144,7 +144,10 @@ class AutogradInterface(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, gradient: Tensor | None = None, retain_graph: bool = False) -> None:
-        """Accumulate the gradients of `loss` into the `.grad` of all leaves. Without `gradient`, `loss` is a scalar."""
+        """Accumulate the gradients of `loss` into the `.grad` of all leaves. Without `gradient`, `loss` is a scalar.
+
+        Both may be DTensors: `hp_dtensor.tensor.gradients.plain_backward_arguments` returns them as plain tensors.
+        """
 
     @abstractmethod
     def grad(
@@ -154,6 +157,8 @@ class AutogradInterface(ABC):
         output_grads: Sequence[Tensor | None] | None = None,
     ) -> list[Tensor | None]:
         """Return the gradients of `inputs`, or None for unused ones, without changing any `.grad`.
+
+        Of DTensors they are DTensors; see `backward` and `get_grad`.
 
         Raises:
             CapabilityError: the framework has no derivative of an operation.
@@ -205,11 +210,14 @@ class AutogradInterface(ABC):
 
     @abstractmethod
     def get_grad(self, x: Tensor) -> Tensor | None:
-        """Return the accumulated gradient of a leaf. For a DTensor it is a DTensor."""
+        """Return the accumulated gradient of a leaf. For a DTensor it is a DTensor.
+
+        Its spec is `hp_dtensor.spec.tensor_spec.grad_spec` of the leaf's: replicated where the leaf is partial.
+        """
 
     @abstractmethod
     def set_grad(self, x: Tensor, grad: Tensor | None) -> None:
-        """Replace the accumulated gradient of a leaf."""
+        """Replace the accumulated gradient of a leaf, of the same kind and spec as `get_grad` returns."""
 
     def has_gradient_hooks(self, x: Tensor) -> bool:
         """Return whether users have registered hooks on the gradient of `x` or on its accumulation."""
@@ -266,15 +274,21 @@ class AutogradInterface(ABC):
         )
 
     def random_state(self) -> Any:
-        """Return the state of this rank's random generators. By default there are none."""
+        """Return the state of this rank's random generators. By default there are none.
+
+        Required where `random` or the framework's own operations draw numbers: recomputation repeats them.
+        """
         return None
 
     def set_random_state(self, state: Any) -> None:
         """Restore a value of `random_state`."""
 
     def is_random_state(self, state: Any) -> bool:
-        """Return whether the generators still have the state of `random_state`, because nothing was drawn since."""
-        return True
+        """Return whether the generators still have the state of `random_state`, because nothing was drawn since.
+
+        False is always right, and the state is then restored. This is the default of platforms with `random_state`.
+        """
+        return state is None
 
     def automatic_precision(self) -> Callable[[], AbstractContextManager[Any]]:
         """Return a factory of contexts that restore the current automatic mixed precision, whatever is active later.

@@ -112,16 +112,17 @@ class TensorInterface(ABC):
         name: `torch`, `mindspore`, ..., as used by `HP_PLATFORM` and `platform=`.
         Tensor: the framework's tensor class.
         Parameter: its parameter class, called as `Parameter(tensor, requires_grad=...)`.
-        DTensor: its subclass of `hp_dtensor.DTensor` and `Tensor`. An instance is the local shard.
+        DTensor: its subclass of `hp_dtensor.DTensor` and `Tensor`. An instance is or holds the local shard, and has its
+            spec as `_spec`.
         ops: functions of tensors with torch's names and argument orders, the same on every platform. `OP_NAMES` lists
             the required ones.
         picks_integers_first: whether integers in an index apply before its tensors, so that `x[0, :, positions]` is
             `x[0][:, positions]`. In NumPy the dimension of positions would come first.
-        dtypes: the framework's dtypes by name, those of `DTYPE_NAMES` that it has. The default `dtype`, `dtype_name`,
-            `itemsize` and `is_floating` answer from it.
+        dtypes: the framework's dtypes by name, those of `DTYPE_NAMES` that it has and no others, which no test covers.
+            The default `dtype`, `dtype_name`, `itemsize` and `is_floating` answer from it.
         host_device: the `device=` argument for a tensor on the host. None: the framework's default.
         masks_of_bytes: whether a uint8 index is a mask. Otherwise such an index is refused.
-        function_modules: modules of the framework with functions of tensors, such as `torch.nn.functional`. Empty: the
+        function_modules: names of modules with functions of tensors, such as `"torch.nn.functional"`. Empty: the
             top-level package of `Tensor`. The conformance suite calls them, and the methods of `Tensor`, with DTensors.
         shard_names: functions and methods that describe this rank's shard on purpose, such as `data_ptr`, and those
             that crash the process if an argument is missing. The conformance suite does not call them.
@@ -148,6 +149,17 @@ class TensorInterface(ABC):
             known = ", ".join(self.dtypes) or f"those that platform {self.name!r} lists in `dtypes`: none yet"
             raise ValueError(f"dtype {name!r} is unknown; expected one of {known}")
         return self.dtypes[name]
+
+    def has_dtype(self, name: str) -> bool:
+        """Return whether the framework has the dtype of a name in `DTYPE_NAMES`: whether `dtype` returns one.
+
+        float32, int64 and bool are required. The conformance suites skip the tests of others that are missing.
+        """
+        try:
+            self.dtype(name)
+        except ValueError:
+            return False
+        return True
 
     def dtype_name(self, dtype: DType) -> str:
         """Return the name in `DTYPE_NAMES` of a framework dtype."""
@@ -428,6 +440,9 @@ class ModuleInterface(ABC):
         """Replace the directly owned parameter `name`, so that `module.<name>` is `value`.
 
         The value is a parameter or, during a forward pass, any tensor.
+
+        Raises:
+            KeyError: the module owns no parameter of this name.
         """
 
     def is_container(self, module: Module) -> bool:
@@ -610,8 +625,10 @@ class ProcessInterface(ABC):
         Args:
             reducing: for reductions, not only for sending.
         """
+        if TYPE_CHECKING:
+            assert isinstance(self, Platform)
         # No backend adds booleans; rules count them instead.
-        return tuple(name for name in DTYPE_NAMES if not (reducing and name == "bool"))
+        return tuple(name for name in DTYPE_NAMES if self.has_dtype(name) and not (reducing and name == "bool"))
 
     @property
     def records_by_thread(self) -> bool:

@@ -63,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_ranks: starts processes")
+    config.addinivalue_line("markers", "dtypes(names): skipped if the platform under test lacks one of these dtypes")
     done = config.getoption("--hp-done")
     if done is not None:
         config.pluginmanager.register(DoneTests(Path(done).absolute(), config), "hp_done")
@@ -111,6 +112,22 @@ class DoneTests:
             # Opened for each test, so that a run that is killed leaves a complete list.
             with self._path.open("a") as file:
                 file.write(f"{report.nodeid}\n")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that is marked with dtypes if the platform lacks one of them."""
+    names = [name for mark in item.iter_markers("dtypes") for name in mark.args]
+    if names:
+        platform = _platform_of(item.config)
+        for name in names:
+            if not platform.has_dtype(name):
+                pytest.skip(f"platform {platform.name} has no {name}")
+
+
+def dtype_params(*cases: Any) -> list[Any]:
+    """Return parameters, each a dtype's name or a tuple that starts with one, skipped if the platform lacks it."""
+    values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*value, marks=pytest.mark.dtypes(value[0])) for value in values]
 
 
 @pytest.hookimpl(trylast=True)
@@ -184,9 +201,13 @@ def count_cases(record_property: Callable[[str, object], None]) -> Callable[...,
 @pytest.fixture(scope="session")
 def hp_platform(pytestconfig: pytest.Config) -> Platform:
     """The platform under test."""
+    return _platform_of(pytestconfig)
+
+
+def _platform_of(config: pytest.Config) -> Platform:
     from hp_dtensor.platform.selection import get_platform
 
-    return get_platform(pytestconfig.getoption("--hp-platform"))
+    return get_platform(config.getoption("--hp-platform"))
 
 
 @pytest.fixture(scope="session")

@@ -93,6 +93,27 @@ def check_gradient_placements(name: str | Platform) -> None:
         assert platform.get_grad(leaf).placements == (expected,)
 
 
+def check_backward(name: str | Platform) -> None:
+    """Backward from a DTensor, given a gradient of other placements, which is redistributed first."""
+    platform, mesh = _start(name)
+    full, weight = small_integers("float32", (5, 3), 1), small_integers("float32", (5, 3), 2)
+    leaf = platform.Parameter(
+        conversions.distribute_tensor(tensor(platform, full), mesh, (Shard(0),)), requires_grad=True
+    )
+    for placement in (Replicate(), Shard(1), Shard(0)):
+        gradient = conversions.distribute_tensor(tensor(platform, weight), mesh, (placement,))
+        platform.set_grad(leaf, None)
+        platform.backward(platform.ops.mul(leaf, 2.0), gradient)
+        assert_values(platform, conversions.full_tensor(platform.get_grad(leaf)), 2 * weight, str(placement))
+        (found,) = platform.grad([platform.ops.mul(leaf, 3.0)], [leaf], [gradient])
+        assert isinstance(found, DTensor)
+        assert_values(platform, conversions.full_tensor(found), 3 * weight, str(placement))
+    # Each rank has a summand of the loss.
+    platform.set_grad(leaf, None)
+    platform.backward(platform.ops.sum(platform.ops.mul(leaf, leaf)))
+    assert_values(platform, conversions.full_tensor(platform.get_grad(leaf)), 2 * full)
+
+
 def check_operations(name: str | Platform) -> None:
     """Operations return DTensors, and plain tensors within `local_op`. Plain tensors and DTensors do not mix."""
     platform, mesh = _start(name)
@@ -192,6 +213,7 @@ def _placements(shape: tuple[int, ...], size: int) -> list[Placement]:
         check_shared_memory,
         check_parameters,
         check_gradient_placements,
+        check_backward,
         check_operations,
         check_round_trips,
         check_two_axes,

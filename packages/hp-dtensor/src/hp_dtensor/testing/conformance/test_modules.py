@@ -223,3 +223,12 @@ def test_buffers_are_registered(hp_platform: Platform) -> None:
     assert found[1] is inner.seen
     assert_values(hp_platform, found[1], [3, 4])
     assert [name for name, _ in hp_platform.named_parameters(outer)] == ["0.weight"]
+
+
+def test_only_owned_parameters_are_replaced(hp_platform: Platform) -> None:
+    with nn.building(hp_platform):
+        norm = nn.RMSNorm(2)
+    parameter = hp_platform.Parameter(tensor(hp_platform, [1.0, 2.0]))
+    with pytest.raises(KeyError):
+        hp_platform.set_parameter(norm, "wieght", parameter)
+    assert [name for name, _ in hp_platform.named_parameters(norm)] == ["weight"]

@@ -16,6 +16,7 @@ import pytest
 from hp_dtensor.platform.composition import PRIMITIVES, complete
 from hp_dtensor.platform.interface import OP_NAMES, Platform
 from hp_dtensor.testing.conformance.ranks import read, tensor
+from hp_dtensor.testing.pytest_plugin import dtype_params
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def _pointwise() -> list[Case]:
         "minimum": np.minimum,
     }
     mask = np.array([[True, False, True], [False, False, True]])
+    integers = np.array([-3, 0, 2])
     return [
         *(_case(name, x, reference=reference) for name, reference in unary.items()),
         *(_case(name, positive, reference=reference) for name, reference in roots.items()),
@@ -104,6 +106,9 @@ def _pointwise() -> list[Case]:
         ),
         _case("pow", positive, arguments=(3.0,), reference=lambda a: a**3),
         _case("pow", positive, row, reference=np.power),
+        _case("pow", x, arguments=(2.0,), reference=lambda a: a**2.0),
+        _case("div", integers, integers + 5, label="int64", reference=lambda a, b: a / b),
+        _case("div", integers, arguments=(2,), label="int64 by 2", reference=lambda a: a / 2),
         _case("clamp", x, keywords={"min": -1.0, "max": 0.7}, reference=lambda a: np.clip(a, -1.0, 0.7)),
         _case("clamp", x, label="min", keywords={"min": 0.1}, reference=lambda a: np.maximum(a, 0.1)),
         _case(
@@ -158,6 +163,10 @@ def _comparisons() -> list[Case]:
         _case("logical_and", a, b, reference=np.logical_and),
         _case("logical_or", a, b, reference=np.logical_or),
         _case("logical_not", a, reference=np.logical_not),
+        # 1 and 2 have no bit in common, and are both true.
+        _case("logical_and", np.array([0, 1, 2]), np.array([1, 2, 2]), label="int64", reference=np.logical_and),
+        _case("logical_or", np.array([0, 1, 2]), np.array([0, 2, 0]), label="int64", reference=np.logical_or),
+        _case("logical_not", np.array([0, 1, 2]), label="int64", reference=np.logical_not),
         _case("isfinite", odd, reference=np.isfinite),
     ]
     return [Case(c.name, c.label, c.operands, c.call, c.reference, differentiable=False) for c in found]
@@ -166,12 +175,22 @@ def _comparisons() -> list[Case]:
 def _reductions() -> list[Case]:
     x, cube = numbers(2, 3, seed=5), numbers(2, 3, 4, seed=6)
     count = np.arange(6).reshape(2, 3)
+    many = {"bool": np.ones(3), "int8": np.full(2, 100), "uint8": np.full(2, 200), "int32": np.full(2, 2**31 - 1)}
     return [
         _case("sum", x, reference=np.sum),
         _case("sum", cube, arguments=(1,), reference=lambda a: a.sum(1)),
         _case("sum", cube, arguments=((0, 2),), reference=lambda a: a.sum((0, 2))),
         _case("sum", cube, arguments=(-1, True), reference=lambda a: a.sum(-1, keepdims=True)),
         _case("sum", count, arguments=(0,), label="int64", reference=lambda a: a.sum(0)),
+        *(
+            # Integers and booleans are added up in int64. In their own dtypes these sums would overflow.
+            _case(name, ones.astype(dtype), arguments=(0,), label=dtype, reference=reference)
+            for name, reference in {
+                "sum": lambda a: a.sum(0, np.int64),
+                "cumsum": lambda a: a.cumsum(0, np.int64),
+            }.items()
+            for dtype, ones in many.items()
+        ),
         _case("mean", x, reference=np.mean),
         _case("mean", cube, arguments=(-1, True), reference=lambda a: a.mean(-1, keepdims=True)),
         _case("amax", cube, arguments=(1,), reference=lambda a: a.max(1)),
@@ -306,6 +325,19 @@ def _selection() -> list[Case]:
             reference=lambda a: a.argsort(kind="stable"), differentiable=False,
         ),
         _case(
+            "argsort", ids, arguments=(0,), label="descending, stable", keywords={"stable": True, "descending": True},
+            reference=lambda a: (-a).argsort(kind="stable"), differentiable=False,
+        ),
+        *(
+            # Their negatives overflow.
+            _case(
+                "argsort", numbers, arguments=(0,), label=f"descending {numbers.dtype}",
+                keywords={"stable": True, "descending": True},
+                reference=lambda a: (-a.astype(float)).argsort(kind="stable"), differentiable=False,
+            )
+            for numbers in (np.array([-(2**63), 5, -7]), np.array([0, 200, 3], np.uint8))
+        ),
+        _case(
             "argsort", x, arguments=(0,), label="descending", keywords={"descending": True},
             reference=lambda a: (-a).argsort(0), differentiable=False,
         ),
@@ -410,7 +442,7 @@ def either_ops(hp_platform: Platform, request: pytest.FixtureRequest) -> Any:
     return hp_platform.ops if request.param == "own" else _composed(hp_platform)
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2e-5), ("float16", 1e-3), ("bfloat16", 8e-3)])
+@pytest.mark.parametrize(("dtype", "rounding"), dtype_params(("float32", 2e-5), ("float16", 1e-3), ("bfloat16", 8e-3)))
 def test_small_results_of_sigmoid_and_silu(hp_platform: Platform, either_ops: Any, dtype: str, rounding: float) -> None:
     """Small results are as precise as large ones."""
     x = np.array([-30.0, -18.0, -12.0, -9.0, -4.0, 0.0, 9.0])
@@ -421,7 +453,7 @@ def test_small_results_of_sigmoid_and_silu(hp_platform: Platform, either_ops: An
         np.testing.assert_allclose(read(hp_platform, result).astype(float), expected, rtol=rounding, err_msg=name)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", dtype_params("float16", "bfloat16"))
 def test_compositions_add_up_half_precision_in_float32(hp_platform: Platform, dtype: str) -> None:
     """70000 is beyond the range of float16, and a sum of ones in bfloat16 stops at 256."""
     count, rounding = 70_000, {"float16": 1e-3, "bfloat16": 8e-3}[dtype]
@@ -459,13 +491,104 @@ def _check(hp_platform: Platform, case: Case, ops: Any) -> None:
         _check_gradients(hp_platform, case, operands, outputs)
 
 
+@pytest.mark.parametrize("name", ["amax", "amin", "maximum", "minimum"])
+def test_gradients_of_equal_maxima_add_up(hp_platform: Platform, name: str) -> None:
+    """How equal elements divide a gradient is not specified, but none of it is lost or doubled."""
+    x = tensor(hp_platform, [[1.0, 1.0, 1.0], [2.0, 0.0, 2.0]], requires_grad=True)
+    y = tensor(hp_platform, [[1.0, 1.0, 1.0], [2.0, 0.0, 2.0]], requires_grad=True)
+    if name in ("maximum", "minimum"):
+        hp_platform.backward(getattr(hp_platform.ops, name)(x, y), tensor(hp_platform, np.full((2, 3), 6.0)))
+        total = read(hp_platform, hp_platform.get_grad(x)) + read(hp_platform, hp_platform.get_grad(y))
+        np.testing.assert_allclose(total, np.full((2, 3), 6.0))
+    else:
+        hp_platform.backward(getattr(hp_platform.ops, name)(x, 1), tensor(hp_platform, [6.0, 12.0]))
+        np.testing.assert_allclose(read(hp_platform, hp_platform.get_grad(x)).sum(1), [6, 12])
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "sqrt", "sin", "cos", "tanh", "sigmoid", "gelu"])
+def test_functions_of_integers_are_floats_or_refused(hp_platform: Platform, name: str) -> None:
+    """Not rounded to integers. A framework may lack a kernel, and raise any exception of its own."""
+    x = tensor(hp_platform, [1, 2], "int64")
+    try:
+        result = getattr(hp_platform.ops, name)(x)
+        values = read(hp_platform, result)
+    except Exception:
+        pytest.skip(f"{hp_platform.name} refuses {name} of integers")
+    assert hp_platform.dtype_name(result.dtype) == "float32"
+    expected = getattr(hp_platform.ops, name)(tensor(hp_platform, [1.0, 2.0]))
+    np.testing.assert_allclose(values, read(hp_platform, expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", dtype_params("float64", "float16", "bfloat16"))
+def test_operations_keep_the_dtype_of_floats(hp_platform: Platform, dtype: str) -> None:
+    """A number among the operands does not change it either."""
+    wrong = []
+    for case in CASES:
+        operands = [
+            tensor(hp_platform, _representable(array, dtype), dtype)
+            if array.dtype == np.float64
+            else tensor(hp_platform, array, array.dtype.name)
+            for array in case.operands
+        ]
+        if not any(array.dtype == np.float64 for array in case.operands):
+            continue
+        for output in _listed(case.call(hp_platform.ops, *operands)):
+            if hp_platform.is_floating(output.dtype) and hp_platform.dtype_name(output.dtype) != dtype:
+                wrong.append(f"{case.id}: {hp_platform.dtype_name(output.dtype)}")
+    assert wrong == []
+
+
+PROMOTED = {
+    "int64 and a fraction": ("int64", 0.5, "float32"),
+    "bool and an integer": ("bool", 2, "int64"),
+    "int32 and an integer": ("int32", 2, "int32"),
+    "float16 and a fraction": ("float16", 0.5, "float16"),
+    "int64 and float32": ("int64", "float32", "float32"),
+    "float16 and int64": ("float16", "int64", "float16"),
+    "float16 and float32": ("float16", "float32", "float32"),
+    "float32 and float64": ("float32", "float64", "float64"),
+    "int32 and int64": ("int32", "int64", "int64"),
+    "bool and float32": ("bool", "float32", "float32"),
+    "uint8 and int8": ("uint8", "int8", "int16"),
+}
+
+
+@pytest.mark.parametrize("name", ["add", "mul"])
+@pytest.mark.parametrize("case", PROMOTED)
+def test_results_of_two_dtypes(hp_platform: Platform, name: str, case: str) -> None:
+    """As torch promotes them: the wider of two, and numbers do not widen."""
+    first, second, expected = PROMOTED[case]
+    x = tensor(hp_platform, [1, 1], first)
+    y = tensor(hp_platform, [1, 1], second) if isinstance(second, str) else second
+    for left, right in ((x, y), (y, x)):
+        result = getattr(hp_platform.ops, name)(left, right)
+        assert hp_platform.dtype_name(result.dtype) == expected
+
+
+def test_a_tensor_without_dimensions_does_not_widen(hp_platform: Platform) -> None:
+    x, scale = tensor(hp_platform, [1.0, 2.0], "float32"), tensor(hp_platform, 2.0, "float64")
+    assert hp_platform.dtype_name(hp_platform.ops.mul(x, scale).dtype) == "float32"
+
+
+@pytest.mark.parametrize("second", ["int64", "float64"])
+def test_tensors_of_two_dtypes_are_joined(hp_platform: Platform, second: str) -> None:
+    """Or refused, by any exception of the framework."""
+    both = [tensor(hp_platform, [1, 2], second), tensor(hp_platform, [0.5])]
+    try:
+        joined = hp_platform.ops.cat(both, 0)
+    except Exception:
+        pytest.skip(f"{hp_platform.name} refuses to join tensors of two dtypes")
+    assert hp_platform.dtype_name(joined.dtype) == ("float32" if second == "int64" else "float64")
+    np.testing.assert_array_equal(read(hp_platform, joined), [1, 2, 0.5])
+
+
 def test_creation_and_casts(hp_platform: Platform) -> None:
     for label, (result, expected) in creation_cases(hp_platform).items():
         assert hp_platform.dtype_name(result.dtype) == expected.dtype.name, label
         np.testing.assert_array_equal(read(hp_platform, result), expected, err_msg=label)
 
 
-@pytest.mark.parametrize("low", ["float16", "bfloat16"])
+@pytest.mark.parametrize("low", dtype_params("float16", "bfloat16"))
 def test_casts_between_floats_keep_gradients(hp_platform: Platform, low: str) -> None:
     x = tensor(hp_platform, [1.0, -2.0], requires_grad=True)
     y = hp_platform.ops.cast(x, hp_platform.dtype(low))
@@ -490,6 +613,11 @@ def test_operands_stay_as_they_were(hp_platform: Platform) -> None:
     hp_platform.ops.index_put(x, rows, values)
     hp_platform.copy_(hp_platform.ops.clone(x), tensor(hp_platform, np.zeros((2, 2))))
     np.testing.assert_array_equal(read(hp_platform, x), [[1, 2], [3, 4]])
+
+
+def _representable(array: Array, dtype: str) -> Array:
+    """Return the numbers rounded to eight bits, which every dtype of floats has."""
+    return array if dtype == "float64" else np.round(array * 16) / 16
 
 
 def _operand(platform: Platform, case: Case, array: Array) -> Any:

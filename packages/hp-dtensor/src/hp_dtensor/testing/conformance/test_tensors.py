@@ -5,11 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import DTYPE_NAMES, OP_NAMES, Platform
 from hp_dtensor.testing.conformance.ranks import assert_values, read, small_integers, tensor
+from hp_dtensor.testing.pytest_plugin import dtype_params
+from hp_dtensor.testing.simulated import run_ranks
 
 BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2}
-every_dtype = pytest.mark.parametrize("name", DTYPE_NAMES)
+every_dtype = pytest.mark.parametrize("name", dtype_params(*DTYPE_NAMES))
 
 
 def test_what_a_platform_says_of_itself(hp_platform: Platform) -> None:
@@ -32,6 +36,12 @@ def test_dtypes_have_names_and_sizes(hp_platform: Platform, name: str) -> None:
     assert hp_platform.is_floating(dtype) == ("float" in name)
 
 
+def test_required_dtypes(hp_platform: Platform) -> None:
+    """Others may be missing, and their tests are skipped. Names that no test knows do not belong in `dtypes`."""
+    assert all(map(hp_platform.has_dtype, ("float32", "int64", "bool")))
+    assert set(hp_platform.dtypes) <= set(DTYPE_NAMES)
+
+
 def test_a_dtype_without_a_name_is_refused(hp_platform: Platform) -> None:
     with pytest.raises(ValueError, match="float33"):
         hp_platform.dtype("float33")
@@ -49,6 +59,7 @@ def test_numbers_go_in_and_out_unchanged(hp_platform: Platform, name: str, shape
     assert_values(hp_platform, made, numbers)
 
 
+@pytest.mark.dtypes("bfloat16")
 def test_bfloat16_travels_as_bit_patterns(hp_platform: Platform) -> None:
     # 1, -5, infinity, and the smallest subnormal number: a conversion through another dtype may change the last two.
     bits = np.array([[0x3F80, 0xC0A0], [0x7F80, 0x0001]], np.uint16)
@@ -59,6 +70,7 @@ def test_bfloat16_travels_as_bit_patterns(hp_platform: Platform) -> None:
     np.testing.assert_array_equal(found, bits)
 
 
+@pytest.mark.dtypes("int32")
 def test_other_dtypes_are_their_own_bits(hp_platform: Platform) -> None:
     made = hp_platform.from_bits(np.array([1, -2], np.int32), hp_platform.dtype("int32"))
     assert_values(hp_platform, made, [1, -2])
@@ -102,11 +114,13 @@ def test_data_of_another_shape_is_set_in_new_memory(hp_platform: Platform) -> No
     assert hp_platform.version(x) > version or hp_platform.version(x) == 0
     hp_platform.set_data(x, alias)
     assert_values(hp_platform, x, np.arange(6.0).reshape(2, 3))
+    hp_platform.copy_(alias, tensor(hp_platform, np.ones((2, 3))))
+    assert_values(hp_platform, x, np.ones((2, 3)), "the memory is shared")
 
 
 def test_copying_casts_and_is_not_recorded(hp_platform: Platform) -> None:
     target = tensor(hp_platform, [0.0, 0.0], requires_grad=True)
-    hp_platform.copy_(target, tensor(hp_platform, [3, 4], "int32"))
+    hp_platform.copy_(target, tensor(hp_platform, [3, 4], "int64"))
     assert_values(hp_platform, target, [3, 4])
     assert hp_platform.is_leaf(target)
     assert hp_platform.requires_grad(target)
@@ -123,6 +137,7 @@ def test_a_transposed_tensor_becomes_contiguous_within_the_graph(hp_platform: Pl
     x = tensor(hp_platform, np.arange(6.0).reshape(2, 3), requires_grad=True)
     y = hp_platform.contiguous(hp_platform.ops.transpose(x, 0, 1))
     assert_values(hp_platform, y, np.arange(6.0).reshape(2, 3).T)
+    assert tuple(hp_platform.strides(y)) == (2, 1)
     weight = np.arange(6.0).reshape(3, 2)
     hp_platform.backward(y, tensor(hp_platform, weight))
     assert_values(hp_platform, hp_platform.get_grad(x), weight.T)
@@ -151,15 +166,80 @@ def test_host_arrays_of_what_requires_gradients(hp_platform: Platform) -> None:
 
 def test_many_at_once(hp_platform: Platform) -> None:
     tensors = [tensor(hp_platform, [1.0, 2.0]), tensor(hp_platform, [[3.0]]), tensor(hp_platform, [], "float32")]
-    halves = [tensor(hp_platform, [2.0, 4.0], "float16")]
     assert_values(hp_platform, hp_platform.sum_of_squares(tensors), 14.0)
-    assert_values(hp_platform, hp_platform.sum_of_squares(halves), 20.0)
     assert_values(hp_platform, hp_platform.sum_of_squares([]), 0.0)
     hp_platform.scale_(tensors, tensor(hp_platform, 0.5))
     assert_values(hp_platform, tensors[0], [0.5, 1.0])
     assert_values(hp_platform, tensors[1], [[1.5]])
 
 
-def test_seeds_repeat_and_synchronizing_returns(hp_platform: Platform) -> None:
-    hp_platform.manual_seed(7)
+@pytest.mark.parametrize("name", dtype_params("float16", "bfloat16"))
+def test_squares_of_half_precision_are_added_up_in_float32(hp_platform: Platform, name: str) -> None:
+    total = hp_platform.sum_of_squares([tensor(hp_platform, [256.0, 256.0], name), tensor(hp_platform, [1.0], name)])
+    assert_values(hp_platform, total, 131073.0)
+
+
+def drawn(platform: Platform, distribution: str, count: int, dtype: str = "float32") -> np.ndarray:
+    """Return random numbers; skips the test if the platform has none."""
+    try:
+        x = platform.random(distribution, (count,), platform.dtype(dtype))
+    except CapabilityError:
+        pytest.skip(f"platform {platform.name} has no random tensors")
+    assert tuple(x.shape) == (count,)
+    assert platform.dtype_name(x.dtype) == dtype
+    return read(platform, x).astype(np.float64)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "normal"])
+def test_seeds_repeat(hp_platform: Platform, distribution: str) -> None:
+    runs = []
+    for seed in (7, 7, 8):
+        hp_platform.manual_seed(seed)
+        runs.append(drawn(hp_platform, distribution, 5))
     hp_platform.synchronize()
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert not np.array_equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize("dtype", dtype_params("float32", "float16"))
+@pytest.mark.parametrize(("distribution", "mean", "deviation"), [("uniform", 0.5, 12**-0.5), ("normal", 0.0, 1.0)])
+def test_random_numbers_have_their_distribution(
+    hp_platform: Platform, dtype: str, distribution: str, mean: float, deviation: float
+) -> None:
+    hp_platform.manual_seed(1)
+    numbers = drawn(hp_platform, distribution, 10_000, dtype)
+    # Six standard errors of the mean, and as many of the standard deviation.
+    assert abs(numbers.mean() - mean) < 6 * deviation / 100
+    assert abs(numbers.std() / deviation - 1) < 6 / 140
+    # float16 may round up to 1.
+    assert distribution == "normal" or (numbers.min() >= 0 and numbers.max() <= 1)
+
+
+def test_the_state_of_random_generators_is_restored(hp_platform: Platform) -> None:
+    """Without `random_state`, dropout differs between a forward and its recomputation."""
+    hp_platform.manual_seed(3)
+    state = hp_platform.random_state()
+    first = drawn(hp_platform, "normal", 4)
+    assert not hp_platform.is_random_state(state)
+    hp_platform.set_random_state(state)
+    np.testing.assert_array_equal(drawn(hp_platform, "normal", 4), first)
+
+
+def test_ranks_have_generators_of_their_own(hp_platform: Platform) -> None:
+    """Ranks that draw alternately get the numbers of their seeds."""
+    if not hp_platform.records_by_thread:
+        pytest.skip("the platform cannot simulate ranks")
+
+    def program() -> list[np.ndarray]:
+        group = current_world(hp_platform).all
+        hp_platform.manual_seed(group.rank)
+        found = []
+        for _ in range(2):
+            group.barrier()
+            found.append(drawn(hp_platform, "normal", 3))
+        return found
+
+    alternating = run_ranks(program, 2, hp_platform)
+    for rank, found in enumerate(alternating):
+        hp_platform.manual_seed(rank)
+        np.testing.assert_array_equal(found, [drawn(hp_platform, "normal", 3) for _ in range(2)])

@@ -118,6 +118,7 @@ def test_parts_are_written_in_place(storage: ParameterStorage) -> None:
     assert values(platform, buffer) == [1, 2, 0, 0, 0, 0, 1, 3, 2, 4, 11, 12]
 
 
+@pytest.mark.dtypes("float16")
 def test_sums_are_cast_to_the_target(storage: ParameterStorage) -> None:
     platform = storage.platform
     buffer = filled(storage)

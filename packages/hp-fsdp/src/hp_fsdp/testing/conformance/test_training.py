@@ -166,7 +166,9 @@ def test_accumulated_gradients_are_reduced_once(hp_platform: Platform) -> None:
     assert_trained(run_ranks(train, 2, hp_platform, hp_platform, (2,), {}, 2), reference(hp_platform, 2, 2))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(name, marks=pytest.mark.dtypes(name)) for name in ("float16", "bfloat16")]
+)
 def test_mixed_precision_is_close_to_full_precision(hp_platform: Platform, dtype: str) -> None:
     """Parameters stay float32 and are gathered in a lower dtype. `check_dtype` refuses one that is not supported."""
     try:

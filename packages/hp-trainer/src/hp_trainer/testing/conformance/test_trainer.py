@@ -89,7 +89,7 @@ def test_optimizers_have_the_arithmetic_of_their_papers(
     np.testing.assert_allclose(found, reference(start, grads, options), atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.dtypes("float16"))])
 def test_adamw_of_operations_equals_the_platforms_own(hp_platform: Platform, dtype: str) -> None:
     """Half precision is computed in float32 and rounded once per step."""
     start, grads, found = updated(hp_platform, AdamW, AdamWConfig(), dtype)
