@@ -234,6 +234,8 @@ class ProcessGroup(ABC):
         # An all-gather cannot return before every rank has contributed.
         self.all_gather_bytes(b"")
 
+    # Platforms implement these. They return the running work, or `DONE`, and may ignore `async_op` then.
+
     @abstractmethod
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work: ...
 

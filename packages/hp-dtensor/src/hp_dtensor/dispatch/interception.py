@@ -28,8 +28,8 @@ def intercepting(platform: Platform, name: str, func: Function, adapt: Adapt | N
     Args:
         name: the canonical name, as on the page of operations.
         func: the framework's function of plain tensors.
-        adapt: `adapt(func, *args, **kwargs)` returns the function and the arguments for `dispatch`, where the arguments
-            of `func` are not those of the rule, which are torch's.
+        adapt: `adapt(func, *args, **kwargs)` returns `(func, args, kwargs)` for `dispatch`, where the arguments of
+            `func` are not those of the rule, which are torch's. The returned `func` takes the rule's.
 
     Examples:
         >>> doubled = intercepting(platform, "mul", lambda x, y: x * y)

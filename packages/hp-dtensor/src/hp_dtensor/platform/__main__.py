@@ -62,8 +62,8 @@ README = """\
 Written by `python -m hp_dtensor.platform new {name}`. Everything to do raises NotImplementedError and says what.
 
     pip install -e . pytest
-    pytest -x tests                                     # the next step to do
-    pytest --pyargs {first} --hp-platform={name} --hp-ranks=simulated -x    # its next test
+    pytest -x tests          # the next test that fails, with its message
+    pytest --pyargs {first} --hp-platform={name} --hp-ranks=simulated    # all tests of a step
 
 The guide is docs/writing_a_platform.md of hp-dtensor. Write `tensor.py` first, then `platform.py`, `operations.py` and
 `fsdp.py`. Remove steps from `tests/test_conformance.py` whose component is not installed.
@@ -101,11 +101,15 @@ class Tensor:
 
 
 class Module:
-    """To do: remove this class, and import the framework's module class under this name."""
+    """To do: remove this class, and import the framework's module class under this name.
+
+    Assignment to an attribute registers parameters and modules. It has `register_buffer(name, tensor)` and `training`.
+    Where the framework's class differs, a subclass of it stands here.
+    """
 
 
 class {title}DTensor(DTensor, Tensor):
-    """A DTensor: it is its shard, or holds it. `shape` is the global shape."""
+    """A DTensor: it is its shard, or holds it. `shape` is the global shape. `wrap` sets `_spec`."""
 
     @property
     def shape(self):
@@ -128,14 +132,17 @@ class {title}Platform(SocketProcesses, Platform):
     Module = Module
     DTensor = {title}DTensor
     device_types = ("cpu",)
-    # To do: the framework's dtypes, {{"float32": framework.float32, ...}}.
+    # To do: the framework's dtypes, {{"float32": framework.float32, ...}}, those of `DTYPE_NAMES` that it has.
     dtypes = {{}}
-    # To do: modules with the framework's functions of tensors, and names that describe a shard, such as "data_ptr".
+    # To do: names of modules with functions of tensors, such as "{name}".
     function_modules = ()
+    # To do: names of functions that describe a shard, such as "data_ptr".
     shard_names = frozenset()
 
     def __init__(self):
         self.ops = build_ops(self, KERNELS)
+        # To do: the framework's own functions, methods and operators on DTensors, `x[...]` first, by `intercepting` of
+        # hp_dtensor.dispatch.interception: Tensor.__getitem__ = intercepting(self, "getitem", Tensor.__getitem__)
 
     @staticmethod
     def Parameter(x, requires_grad=True):
@@ -170,8 +177,9 @@ class {title}Storage(ParameterStorage):
 '''
 
 TESTS = '''\
-"""The conformance suites, step by step. The first that fails is the next to do."""
+"""The conformance suites, step by step. The first test that fails is the next to do."""
 
+import os
 import subprocess
 import sys
 
@@ -184,11 +192,13 @@ STEPS = [
 
 @pytest.mark.parametrize("step", STEPS)
 def test_conformance(step):
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "--pyargs", step]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "--pyargs", step]
     # Real processes: leave out --hp-ranks and -m.
     command += ["--hp-platform={name}", "--hp-ranks=simulated", "-m", "not real_ranks"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    # Wide, so that pytest does not shorten the messages of its summary.
+    done = subprocess.run(command, env={{**os.environ, "COLUMNS": "300"}}, capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(done.stdout[-6000:] + done.stderr[-2000:], pytrace=False)
 '''
 
 
@@ -256,7 +266,11 @@ def _method(title: str, name: str, function: Any) -> str:
 
 def _operations() -> str:
     """Return the module of operations on plain tensors."""
-    parts = ['"""The operations that cannot be composed, on plain tensors, recorded by the framework."""\n']
+    parts = [
+        '"""The operations that cannot be composed, on plain tensors, recorded by the framework.\n\n'
+        "Results have torch's dtypes: a number does not widen a tensor, but a fraction makes integers float32.\n"
+        'Integers are divided as float32, and added up in int64.\n"""\n'
+    ]
     for name in PRIMITIVES:
         arguments, _, meaning = OP_SIGNATURES[name].partition(")")
         what = f"as torch's {name}{meaning}"
