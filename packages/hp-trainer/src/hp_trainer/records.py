@@ -35,6 +35,33 @@ class RunRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Straggler:
+    """Ranks whose own work takes longer than that of the others.
+
+    Attributes:
+        ranks: one rank, or all ranks of a node.
+        node: index of the node, if all of its ranks are slow; otherwise None.
+        since: the first step in which they were slow.
+        factor: time of their own work relative to the median of the others.
+        work: the kind that is slower than elsewhere by the most: `data`, `forward`, `backward` or `update`.
+    """
+
+    ranks: tuple[int, ...]
+    node: int | None
+    since: int
+    factor: float
+    work: str
+
+    def __str__(self) -> str:
+        who = f"rank {self.ranks[0]}" if self.node is None else f"node {self.node} (ranks {_span(self.ranks)})"
+        return f"{who} {self.factor:.1f}x slower since step {self.since} ({self.work})"
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:
     """One optimizer step. All fields but `peak_memory_gib` are the same on every rank.
 
@@ -51,6 +78,9 @@ class StepRecord:
             appendix B); None if the model does not report its FLOPs.
         utilization: `model_flops_per_second` as a fraction of the peak rate of all devices (MFU); None if unknown.
         metrics: further metrics of the model, by name; empty before the step.
+        stragglers: ranks that are slower than the others by `metrics.straggler_factor`.
+        rank_seconds: seconds per step of each rank, by kind: `data` (with hooks before the step), `forward`,
+            `backward`, `update`, and `waiting` in collectives. Given every ten steps, of the steps since; else empty.
     """
 
     step: int
@@ -64,6 +94,8 @@ class StepRecord:
     model_flops_per_second: float | None = None
     utilization: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    stragglers: tuple[Straggler, ...] = ()
+    rank_seconds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -311,6 +311,10 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
     # A resumed run has several starts, perhaps with other ranks.
     starts, curves = history.of("start"), {history.name: history.curves}
     sections = [("Summary", table(list(history.summary().items())))]
+    if slow := slow_ranks(history.of("step")):
+        sections.append(("Slow ranks", table(slow, ["ranks", "from step", "to step", "times the others", "in"])))
+    if seconds := rank_seconds(history.of("step")):
+        sections.append(("Seconds per step of each rank, median", seconds))
     if history.curves:
         sections.append(("Curves", draw_curves(curves)))
     if experts := draw_experts(history.of("step")):
@@ -324,6 +328,33 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
         sections.append(("Checkpoints", table(rows, ["step", "folder", "seconds"])))
     sections.append(("Configuration", preformatted(yaml.safe_dump(history.config, sort_keys=False, width=110))))
     return sections
+
+
+def slow_ranks(events: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return a row for each time in which ranks were slow: who, from and to which step, how slow at most, in what."""
+    found: dict[tuple[tuple[int, ...], int], list[Any]] = {}
+    for event in events:
+        for each in event.get("stragglers", ()):
+            ranks, since, factor = tuple(each["ranks"]), each["since"], each["factor"]
+            who = ", ".join(map(str, ranks)) + ("" if each["node"] is None else f" (node {each['node']})")
+            _, _, _, most, _ = found.get((ranks, since), [None, None, None, 0.0, None])
+            found[ranks, since] = [who, since, event["step"], max(most, factor), each["work"]]
+    return [[who, str(since), str(to), f"{most:.1f}", work] for who, since, to, most, work in found.values()]
+
+
+def rank_seconds(events: Sequence[dict[str, Any]]) -> str:
+    """Return the HTML of the times of each rank by kind; empty where they were not measured."""
+    measured = [event["rank_seconds"] for event in events if event.get("rank_seconds")]
+    if not measured:
+        return ""
+    # A resumed run may have another number of ranks.
+    measured = [each for each in measured if len(each["data"]) == len(measured[-1]["data"])]
+    kinds = list(measured[-1])
+    rows = [
+        [rank, *(f"{median(each[kind][rank] for each in measured):.4f}" for kind in kinds)]
+        for rank in range(min(MOST_RANKS, len(measured[-1]["data"])))
+    ]
+    return table(rows, ["rank", *kinds])
 
 
 # Settings that differ in every run.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +42,18 @@ class Done:
 
 
 DONE = Done()
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedWork:
+    """A running collective whose `wait` counts as time in which the group's rank waits."""
+
+    work: Work
+    group: ProcessGroup
+
+    def wait(self) -> None:
+        with self.group._waiting():
+            self.work.wait()
 
 
 class PendingBytes(Protocol):
@@ -93,6 +106,8 @@ class ProcessGroup(ABC):
         notes: values that packages attach to the group, under names that start with the package's name.
         num_calls: number of collectives that this rank has started in the group. In a hang, ranks differ in it.
         last_call: name of the last collective; empty before the first.
+        seconds_waited: time in which this process was in a collective of the group, or waited for one. On a device that
+            runs collectives asynchronously it is only the time of starting them.
         platform: the platform of the tensors (None in a fake world).
 
     Examples:
@@ -107,6 +122,7 @@ class ProcessGroup(ABC):
     is_closed = False
     num_calls = 0
     last_call = ""
+    seconds_waited = 0.0
 
     def __init__(self, ranks: Sequence[int], rank: int, platform: Platform | None) -> None:
         self.ranks = tuple(ranks)
@@ -125,21 +141,23 @@ class ProcessGroup(ABC):
         n = self.size
         # Bytes are those of a ring all-reduce, whatever the backend does, so that layouts can be compared.
         self._record("all_reduce", 2 * (n - 1) / n * _nbytes(self.platform, x))
-        return DONE if n == 1 else self._all_reduce(x, op, async_op)
+        return DONE if n == 1 else self._timed(self._all_reduce, x, op, async_op)
 
     def all_gather_into(self, output: Tensor, x: Tensor, async_op: bool = False) -> Work:
         """Concatenate every rank's `x` along dim 0 into `output` (`size` times the elements of `x`)."""
         self._check_numel("all_gather_into", output, self.size * _numel(x))
         # A ring: each rank sends its own shard and passes on those of the others, but for the last one.
         self._record("all_gather", (self.size - 1) * _nbytes(self.platform, x))
-        return self._copy(output, x) if self.size == 1 else self._all_gather_into(output, x, async_op)
+        return self._copy(output, x) if self.size == 1 else self._timed(self._all_gather_into, output, x, async_op)
 
     def reduce_scatter_into(self, output: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce `x` over the group and write this rank's chunk of dim 0 to `output`. `x` may be overwritten."""
         self._check_op(op)
         self._check_numel("reduce_scatter_into", x, self.size * _numel(output))
         self._record("reduce_scatter", (self.size - 1) * _nbytes(self.platform, output))
-        return self._copy(output, x) if self.size == 1 else self._reduce_scatter_into(output, x, op, async_op)
+        if self.size == 1:
+            return self._copy(output, x)
+        return self._timed(self._reduce_scatter_into, output, x, op, async_op)
 
     def all_to_all_into(
         self,
@@ -155,7 +173,7 @@ class ProcessGroup(ABC):
         self._record("all_to_all", row_bytes(self.platform, x) * (sum(input_rows) - input_rows[self.rank]))
         if self.size == 1:
             return self._copy(output, x)
-        return self._all_to_all_into(output, x, tuple(output_rows), tuple(input_rows), async_op)
+        return self._timed(self._all_to_all_into, output, x, tuple(output_rows), tuple(input_rows), async_op)
 
     def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         """Send `sends[j]` to rank j and fill `receives[j]` from rank j, point to point.
@@ -164,7 +182,8 @@ class ProcessGroup(ABC):
         """
         self._record_exchange(sends, receives)
         if self.size > 1:
-            self._exchange(sends, receives)
+            with self._waiting():
+                self._exchange(sends, receives)
 
     def start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
         """Start an `exchange`. Its tensors must not be used before `wait` of the result returns.
@@ -173,7 +192,7 @@ class ProcessGroup(ABC):
         rank computes. On backends without background transfers it is finished when this returns.
         """
         self._record_exchange(sends, receives)
-        return self._start_exchange(sends, receives) if self.size > 1 else DONE
+        return self._timed(self._start_exchange, sends, receives) if self.size > 1 else DONE
 
     def _record_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         """Check and record an exchange, and copy this rank's own entry."""
@@ -196,7 +215,7 @@ class ProcessGroup(ABC):
         # Counted at the source, whatever tree of ranks the backend sends along.
         sent = (self.size - 1) * _nbytes(self.platform, x) if self.rank == source else 0
         self._record("broadcast", sent)
-        return DONE if self.size == 1 else self._broadcast(x, source, async_op)
+        return DONE if self.size == 1 else self._timed(self._broadcast, x, source, async_op)
 
     def send(self, x: Tensor, target: int, async_op: bool = False) -> Work:
         """Send `x` to group rank `target`, which calls `receive`. Messages to a rank arrive in the order of sending.
@@ -206,19 +225,22 @@ class ProcessGroup(ABC):
         self._check_peer("send to", target)
         self._record("send", _nbytes(self.platform, x))
         # Both sides know the shape and skip an empty message, which backends handle differently.
-        return self._send(x, target, async_op) if _numel(x) else DONE
+        return self._timed(self._send, x, target, async_op) if _numel(x) else DONE
 
     def receive(self, x: Tensor, source: int, async_op: bool = False) -> Work:
         """Fill `x` with the next message of group rank `source`, which has `x`'s shape and dtype."""
         self._check_peer("receive from", source)
         # Bytes are counted at the sender.
         self._record("receive", 0)
-        return self._receive(x, source, async_op) if _numel(x) else DONE
+        return self._timed(self._receive, x, source, async_op) if _numel(x) else DONE
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's `data` (of any length) in rank order. For small host data such as JSON."""
         self._count("all_gather_bytes")
-        return [data] if self.size == 1 else self._all_gather_bytes(data)
+        if self.size == 1:
+            return [data]
+        with self._waiting():
+            return self._all_gather_bytes(data)
 
     def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
         """Start an `all_gather_bytes` in which all ranks pass the same number of bytes, at least one.
@@ -288,6 +310,20 @@ class ProcessGroup(ABC):
     def _record(self, name: str, wire_bytes: float) -> None:
         self._count(name)
         add_record(self.platform, name, self.ranks, wire_bytes)
+
+    def _timed(self, start: Callable[..., Work], *arguments: Any) -> Work:
+        """Start a collective, and count its time and that of the returned work's `wait`."""
+        with self._waiting():
+            work = start(*arguments)
+        return work if work is DONE else _CountedWork(work, self)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_waited += time.perf_counter() - started
 
     def _check_op(self, op: str) -> None:
         if op not in REDUCE_OPS:

@@ -399,6 +399,12 @@ class MetricsConfig:
         validate_default=True,
         description="trackers of metrics, on rank 0",
     )
+    straggler_factor: float | None = Field(
+        1.5,
+        gt=1,
+        description="name a rank whose own work takes this many times the median of the others, in thirty steps or "
+        "more; null: measure nothing",
+    )
 
 
 @section

@@ -104,6 +104,7 @@ class ProgressTracker(Tracker):
             parts.append(format_flops(record.model_flops_per_second))
         if record.utilization is not None:
             parts.append(f"{record.utilization:.0%} of peak")
+        parts += map(str, record.stragglers)
         return "  ".join(parts)
 
     def _say(self, text: str) -> None:

@@ -202,7 +202,10 @@ class JsonLinesTracker(Tracker):
         )
 
     def step(self, record: StepRecord) -> None:
-        self._write("step", asdict(record) | {"tokens_per_second": record.tokens_per_second})
+        values = asdict(record) | {"tokens_per_second": record.tokens_per_second}
+        # Empty in most steps.
+        rare = ("stragglers", "rank_seconds")
+        self._write("step", {name: value for name, value in values.items() if value or name not in rare})
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self._write("evaluation", asdict(record) | {"perplexity": record.perplexity})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -171,13 +172,15 @@ class ModelStage(PipelineStage):
         self._parts = parts
         # Called before each forward with its rows and their sharding.
         self.before_call: Callable[[np.ndarray | None, Any], None] = lambda rows, sharding: None
+        # Returns a context of each forward, which measures its time.
+        self.measure: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the stage; only the last stage gets the targets."""
         # A rank with several stages passes the same kwargs to all of them.
         targets = kwargs["targets"] if self.is_last else None
         self.before_call(kwargs["rows"], kwargs["sharding"])
-        with use_sequence_sharding(kwargs["sharding"]):
+        with self.measure(), use_sequence_sharding(kwargs["sharding"]):
             return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
 

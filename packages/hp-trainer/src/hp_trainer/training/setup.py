@@ -133,6 +133,13 @@ class RankSetup:
         """Gather one JSON value from each rank of this pipeline, in order. Without a pipeline, return only `fact`."""
         return [fact] if self.pipeline is None else all_gather_object_over(self.pipeline.group)(fact)
 
+    def ranks_by_stage(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks with the same stages of a pipeline, and so with equal work; without one, all ranks."""
+        stages: dict[int, list[int]] = {}
+        for rank in range(self.mesh.world.size):
+            stages.setdefault(self.dims.coordinate(rank).get("pp", 0), []).append(rank)
+        return tuple(map(tuple, stages.values()))
+
     def module_names(self) -> dict[int, str]:
         """Return the names of the model's modules by `id`, for messages; the model itself is `""`."""
         return {id(module): name for name, module in self.platform.named_modules(self.model)}

@@ -13,8 +13,10 @@ from hp_moe import AutoDispatcher, moe_layers
 from hp_trainer.data import Batch
 from hp_trainer.training.recording import StepRecorder
 from hp_trainer.training.setup import RankSetup
+from hp_trainer.training.stragglers import RankTimes
 
 Tensor = Any
+_NO_VALUES = np.empty(0, np.float32)
 
 
 class OptimizerStep:
@@ -26,6 +28,9 @@ class OptimizerStep:
         self.sharder = setup.sequence_sharder()
         self.pipeline, self.stage_mesh = setup.pipeline, setup.stage_mesh
         self.average = setup.average
+        self.times = RankTimes(setup.mesh.world, setup.config.metrics.straggler_factor, setup.ranks_by_stage())
+        for stage in () if self.pipeline is None else self.pipeline.stages:
+            stage.measure = self.times.forward
         # Set by the trainer while steps are recorded.
         self.recorder: StepRecorder | None = None
         self._experts = list(moe_layers(self.model).values())
@@ -72,7 +77,8 @@ class OptimizerStep:
             self.model.set_requires_gradient_sync(is_last or reduces_each)
             if reduces_each:
                 self.model.set_requires_all_reduce(is_last)
-            loss = ops.div(self.loss_sum(micro), targets)
+            with self.times.forward():
+                loss = ops.div(self.loss_sum(micro), targets)
             self.platform.backward(self.scaler.scale(loss))
             # Detached, or the sum would hold the graphs of all micro-batches.
             loss = self.platform.detach(loss)
@@ -99,8 +105,12 @@ class OptimizerStep:
         with use_sequence_sharding(batch.sharding):
             return self.model(*map(self.platform.from_numpy, batch.arrays()), **rows)
 
-    def agree(self, loss: Tensor, *flags: bool) -> tuple[float, list[int]]:
-        """Return the loss of the global batch and the number of ranks that set each flag, by one all-reduce.
+    def agree(
+        self, loss: Tensor, *flags: bool, values: np.ndarray = _NO_VALUES
+    ) -> tuple[float, list[int], list[float]]:
+        """Return the loss of the global batch, the number of ranks that set each flag, and the sums of `values`.
+
+        They are summed by one all-reduce.
 
         Ranks with the same tokens, such as tensor parallel ones, contribute an equal fraction of their loss. In a
         pipeline the ranks of the last stage do; the others contribute zero.
@@ -108,12 +118,12 @@ class OptimizerStep:
         world, ops = self.mesh.world, self.platform.ops
         # The ranks of the world outside mesh["loss"] and mesh["pp"] have the same loss.
         fraction = self.mesh["loss"].size() * self.mesh["pp"].size() / world.size
-        # The flags share the all-reduce of the loss, so that they cost no collective of their own.
-        votes = self.platform.from_numpy(np.array(flags, np.float32))
+        # Flags and values share the all-reduce of the loss, so that they cost none of their own.
+        votes = self.platform.from_numpy(np.concatenate([np.array(flags, np.float32), values]))
         joined = ops.cat([ops.reshape(ops.mul(loss, fraction), (1,)), votes], 0)
         world.all.all_reduce(joined)
-        total, *counts = self.platform.to_numpy(joined).tolist()
-        return float(total), [round(count) for count in counts]
+        total, *rest = self.platform.to_numpy(joined).tolist()
+        return float(total), [round(count) for count in rest[: len(flags)]], rest[len(flags) :]
 
     def clip(self) -> float:
         """Unscale and clip the gradients; return their norm before clipping, infinite where float16 overflowed."""

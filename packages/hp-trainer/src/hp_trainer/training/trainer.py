@@ -187,20 +187,26 @@ class Trainer:
         if self._copies is not None:
             self._copies.step = step
         learning_rate = self.learning_rate(step)
-        batch = self._train_batches.read(self.progress.samples)
-        # The position in the data counts samples, not steps, so that it is valid for another batch size after a resume.
-        samples = self.progress.samples + self.config.training.global_batch_size
-        before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
-        self._hooks.before_step(before)
+        times = self._step.times
+        with times.measure("data"):
+            batch = self._train_batches.read(self.progress.samples)
+            # The position in the data counts samples, not steps, so that it is valid for another batch size after a
+            # resume.
+            samples = self.progress.samples + self.config.training.global_batch_size
+            before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
+            self._hooks.before_step(before)
         with self._recorded(step):
-            if _is_due(step, self.config.training.replay_interval):
-                local_loss = self._corruption.accumulate_gradients_twice(batch, step)
-            else:
-                self._step.seed_random_numbers(step)
-                local_loss = self._step.accumulate_gradients(batch)
+            # Forwards measure themselves.
+            with times.measure("backward"):
+                if _is_due(step, self.config.training.replay_interval):
+                    local_loss = self._corruption.accumulate_gradients_twice(batch, step)
+                else:
+                    self._step.seed_random_numbers(step)
+                    local_loss = self._step.accumulate_gradients(batch)
             # Copies the loss to the host, which waits for the device to finish the backward.
             stopping, loss = self._agree(local_loss, stop)
-            verdict, norm, updated = self._update(step, loss, learning_rate)
+            with times.measure("update"):
+                verdict, norm, updated = self._update(step, loss, learning_rate)
             if _is_due(step, self.config.training.replica_check_interval):
                 self._corruption.compare_replicas(step)
             # Expert biases are part of the update: a discarded step must not change them.
@@ -223,17 +229,21 @@ class Trainer:
                 peak_memory_gib=self.setup.platform.peak_memory() / 2**30,
                 model_flops_per_second=self._speed.flops_per_second(seconds),
                 utilization=self._speed.utilization(seconds),
+                stragglers=times.stragglers,
+                rank_seconds=times.seconds,
             )
         )
         return stopping
 
     def _agree(self, local_loss: Any, stop: StopRequest) -> tuple[bool, float]:
         """Return whether any rank was asked to stop, and the loss of the global batch."""
-        if self._copies is None:
-            loss, (stops,) = self._step.agree(local_loss, stop.is_made)
-        else:
-            loss, (stops, copied) = self._step.agree(local_loss, stop.is_made, self._copies.is_complete)
-            self._copies.agree(everywhere=copied == self.setup.mesh.world.size)
+        step, times, flags = self.progress.step + 1, self._step.times, [stop.is_made]
+        if self._copies is not None:
+            flags.append(self._copies.is_complete)
+        loss, (stops, *copied), summed = self._step.agree(local_loss, *flags, values=times.exchanged(step))
+        if self._copies is not None:
+            self._copies.agree(everywhere=copied[0] == self.setup.mesh.world.size)
+        times.compare(step, summed)
         return stops > 0, loss
 
     def _copy_state(self) -> None:
@@ -431,7 +441,7 @@ class Trainer:
             loss_sum = self._step.loss_sum_of_all(batch)
             # The sum remains on the device: reading each loss would wait for its forward.
             total = loss_sum if total is None else ops.add(total, loss_sum)
-        loss, _ = self._step.agree(ops.div(total, max(1, targets)))
+        loss, *_ = self._step.agree(ops.div(total, max(1, targets)))
         return loss, targets
 
     def _report_step(self, record: StepRecord) -> None:
