@@ -56,6 +56,7 @@ class Campaign:
 
     def __init__(self, folder: Path, platform: str, layout: str = "", patience: float = 1.0) -> None:
         self.folder, self.platform, self.ranks = folder, platform, (layout, patience)
+        self.survival = ranks.Survival()
         os.chdir(folder)
         letters = np.random.default_rng(3).choice(list("abcdefgh \n"), 2000)
         Path("corpus.txt").write_text("".join(letters))
@@ -275,6 +276,7 @@ FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
     "clock": Campaign.clocks,
     "ranks": lambda campaign: ranks.cases(campaign.folder, campaign.platform, *campaign.ranks),
     "deaths": lambda campaign: ranks.deaths(campaign.folder, campaign.platform, *campaign.ranks),
+    "kills": lambda campaign: ranks.kills(campaign.folder, campaign.platform, *campaign.ranks, campaign.survival),
 }
 
 
@@ -285,21 +287,26 @@ def main() -> int:
     parser.add_argument("--only", default="", help="families, separated by commas")
     parser.add_argument("--layout", default="", help="of ranks: only layouts whose name holds this")
     parser.add_argument("--patience", type=float, default=1.0, help="of ranks: times the usual limits in seconds")
+    parser.add_argument("--kills", type=int, default=100, help="of kills: deaths of ranks in all jobs, if time is left")
+    parser.add_argument("--pause", type=float, help="of kills: seconds between two; default: some steps")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(FAMILIES)
     if unknown := [name for name in names if name not in FAMILIES]:
         parser.error(f"there is no family {', '.join(unknown)}; there are: {', '.join(FAMILIES)}")
-    layouts = {**ranks.LAYOUTS, **ranks.RECOVERING}
+    layouts = {**ranks.LAYOUTS, **ranks.RECOVERING, **ranks.KILLED}
     if not any(options.layout in name for name in layouts):
         parser.error(f"there is no layout {options.layout!r}; there are: {'; '.join(layouts)}")
     platform = get_platform().name
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder).resolve(), platform, options.layout, options.patience)
-        if set(names) - {"ranks", "deaths"}:
+        campaign.survival.wanted, campaign.survival.pause = options.kills, options.pause
+        if set(names) - {"ranks", "deaths", "kills"}:
             campaign.measure_variants()
         chosen = {name: functools.partial(FAMILIES[name], campaign) for name in names}
         ends, failures = run_families(chosen, options.minutes * 60, options.seed)
     print(table(platform, ends))
+    if "kills" in names:
+        print(campaign.survival)
     for failure in failures:
         print(failure)
     return 1 if failures else 0

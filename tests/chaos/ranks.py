@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,22 @@ RECOVERING = {
     "4 shards": ("--launch.local_ranks=4", "--fault_tolerance.copies=1"),
 }
 DEATHS = 5
+# Layouts of `kills`: a state comes from the partner's memory, or from a replica.
+KILLED = {
+    "2 shards with copies": ("--launch.local_ranks=2", "--fault_tolerance.copies=1"),
+    "2 replicas (HSDP) without copies": (
+        "--launch.local_ranks=2",
+        "--parallel.dp_replicate=2",
+        "--fault_tolerance.copies=0",
+    ),
+    "2 replicas of 2 shards (HSDP) without copies": (
+        "--launch.local_ranks=4",
+        "--parallel.dp_replicate=2",
+        "--fault_tolerance.copies=0",
+    ),
+}
+KILLS_OF_A_JOB, STEPS_BETWEEN = 12, 3
+_DIED = re.compile(r"rank (\d+) of \d+ has died \(SIGKILL\); another process takes its place")
 START_SECONDS, END_SECONDS = 180, 240
 
 
@@ -162,11 +180,25 @@ class Ranks:
         folder = self.run / "checkpoints"
         return [name for name in os.listdir(folder) if "incomplete" in name] if folder.exists() else []
 
-    def losses(self) -> list[float]:
+    def losses(self, num_steps: int | None = STEPS) -> list[float]:
+        """Return the losses of all steps, of which each has to occur once; None: of as many as there are."""
         steps = [event for event in read_metrics(self.run / "metrics.jsonl") if event["event"] == "step"]
-        if [event["step"] for event in steps] != list(range(1, STEPS + 1)):
+        expected = len(steps) if num_steps is None else num_steps
+        if [event["step"] for event in steps] != list(range(1, expected + 1)):
             raise Failure(f"steps {[event['step'] for event in steps]}")
         return [event["loss"] for event in steps]
+
+    def newest_step(self) -> int:
+        """Return the last step that the metrics have; 0 before the first."""
+        return max((event.get("step", 0) for event in read_metrics(self.run / "metrics.jsonl")), default=0)
+
+    def listening(self) -> set[str]:
+        """Return the listening TCP sockets of the processes of the last command."""
+        held = set[str]()
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                held |= {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+        return {socket for socket in listening_sockets() if f"socket:[{socket}]" in held}
 
     def clear(self) -> None:
         subprocess.run(["rm", "-rf", str(self.run)], check=True)
@@ -236,6 +268,157 @@ def survive(
     if left := ranks.half_written():
         raise Failure(f"left behind: {left}")
     return SAME
+
+
+@dataclass
+class Survival:
+    """Counts of the jobs in which ranks were killed, over all of them.
+
+    Attributes:
+        wanted: deaths of ranks after which no further job starts.
+        pause: seconds between two kills; None: some steps.
+        deaths: number of deaths of each rank; those of processes that wait are not counted.
+        survived: deaths in jobs that ended with the losses of an undisturbed run and left nothing behind.
+        lines: a line per job.
+    """
+
+    wanted: int = 100
+    pause: float | None = None
+    deaths: dict[int, int] = field(default_factory=dict)
+    survived: int = 0
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return sum(self.deaths.values())
+
+    def __str__(self) -> str:
+        ranks = ", ".join(f"{count} of rank {rank}" for rank, count in sorted(self.deaths.items()))
+        return "\n".join([*self.lines, f"{self.survived} of {self.total} SIGKILLs of ranks survived ({ranks})"])
+
+
+def kills(folder: Path, platform: str, layout: str, patience: float, counts: Survival) -> Iterator[Case]:
+    """Yield a job of each layout in turn, until as many ranks have died as `counts` wants."""
+    ranks = Ranks(folder, platform, patience)
+    undisturbed: dict[str, Undisturbed] = {}
+    chosen = {name: settings for name, settings in KILLED.items() if layout in name}
+    while chosen:
+        for name, settings in chosen.items():
+            if counts.total >= counts.wanted:
+                return
+            yield lambda random_, name=name, settings=settings: be_killed(
+                ranks, undisturbed, name, settings, counts, random_
+            )
+
+
+@dataclass
+class Undisturbed:
+    """Losses of a layout without deaths, and the time of a step, with copies and checkpoints."""
+
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def train_undisturbed(ranks: Ranks, layout: tuple[str, ...], num_steps: int) -> Undisturbed | None:
+    """Train without deaths; None where the platform refuses to replace ranks."""
+    ranks.clear()
+    process = ranks.start(*layout, f"--training.steps={num_steps}")
+    first, started = 0, 0.0
+    while process.poll() is None and first == 0:
+        first, started = ranks.newest_step(), time.monotonic()
+        time.sleep(0.01)
+    while process.poll() is None and ranks.newest_step() < num_steps:
+        time.sleep(0.05)
+    seconds = (time.monotonic() - started) / max(1, num_steps - first)
+    ended = ranks.finish(process, END_SECONDS + num_steps)
+    if ended[0] == 2 and "cannot meet again on platform" in ended[1]:
+        return None
+    ranks.expect(ended, 0)
+    return Undisturbed(ranks.losses(num_steps), seconds)
+
+
+def be_killed(
+    ranks: Ranks,
+    undisturbed: dict[str, Undisturbed],
+    name: str,
+    layout: tuple[str, ...],
+    counts: Survival,
+    random_: random.Random,
+) -> str:
+    """Kill processes of ranks at random moments of a job, then stop it: the same bits of each loss as without that.
+
+    Nothing is left: no process, listening socket, shared memory or incomplete checkpoint.
+    """
+    settings = (*layout, "--fault_tolerance.interval=3", "--fault_tolerance.max_deaths=1000")
+    settings = (*settings, f"--fault_tolerance.spares={random_.randrange(2)}")
+    if name not in undisturbed:
+        found = train_undisturbed(ranks, settings, STEPS)
+        if found is None:
+            return REFUSED
+        undisturbed[name] = found
+    ranks.clear()
+    shared = set(os.listdir("/dev/shm"))
+    process = ranks.start(*settings, "--training.steps=1000000")
+    ranks.wait_for_step(1, process)
+    started, first, sockets = time.monotonic(), ranks.newest_step(), set[str]()
+    for _ in range(KILLS_OF_A_JOB):
+        if counts.pause is None:
+            time.sleep(random_.random() * 0.5)
+        else:
+            time.sleep(counts.pause)
+        sockets |= ranks.listening()
+        ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
+        running = [pid for pid in ranks.processes() if pid != process.pid]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(random_.choice(running), signal.SIGKILL)
+    ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
+    seconds, num_steps = time.monotonic() - started, ranks.newest_step() - first
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    code, errors = ranks.finish(process)
+    died = [int(rank) for rank in _DIED.findall(errors)]
+    for rank in died:
+        counts.deaths[rank] = counts.deaths.get(rank, 0) + 1
+    ranks.expect((code, errors), 128 + signal.SIGTERM)
+    losses = ranks.losses(None)
+    if len(losses) > len(undisturbed[name].losses):
+        run, ranks.run = ranks.run, ranks.run.with_name("undisturbed")
+        longer = train_undisturbed(ranks, settings, len(losses))
+        ranks.clear()
+        ranks.run = run
+        assert longer is not None
+        undisturbed[name] = longer
+    if losses != undisturbed[name].losses[: len(losses)]:
+        raise Failure("other losses than without deaths")
+    if left := ranks.half_written():
+        raise Failure(f"left behind: {left}")
+    if left := [*(sockets & listening_sockets()), *left_in_shared_memory(shared)]:
+        raise Failure(f"left behind: {left}")
+    counts.survived += len(died)
+    useful = num_steps * undisturbed[name].seconds
+    counts.lines.append(
+        f"{name}: {len(died)} deaths of ranks in {seconds:.0f} s and {num_steps} steps, "
+        f"{(seconds - useful) / max(1, len(died)):.1f} s lost per death, goodput {useful / seconds:.1%}, "
+        f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+    )
+    print(counts.lines[-1], flush=True)
+    return SAME
+
+
+def listening_sockets() -> set[str]:
+    """Return the inodes of the listening TCP sockets of this machine."""
+    rows = [line.split() for each in ("tcp", "tcp6") for line in Path(f"/proc/net/{each}").read_text().splitlines()[1:]]
+    return {row[9] for row in rows if row[3] == "0A"}
+
+
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """Return new names in shared memory that no process has mapped: other programs may use it meanwhile."""
+    new = set(os.listdir("/dev/shm")) - before
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
+        with contextlib.suppress(OSError):
+            mapped += maps.read_text(errors="replace")
+    return sorted(name for name in new if f"/dev/shm/{name}" not in mapped)
 
 
 def lose_a_rank(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
