@@ -1,10 +1,11 @@
 """Recovery from the death of a rank: what copies cost per step, and the time from a death to the next finished step.
 
-    python benchmarks/recovery.py [--ranks=4 --interval=10 --width=256 --rounds=5 --wait=30]
+    python benchmarks/recovery.py [--platform=torch --ranks=4 --interval=10 --width=256 --rounds=5 --wait=30]
 
-Runs of `hp-train` on PyTorch and gloo. In one run, a copy is made in every other interval: times are medians over
+Runs of `hp-train` on the CPU. In one run, a copy is made in every other interval: times are medians over
 intervals with and without one, and the time that training waits for copies is also measured alone. A death is
-survived with a spare process, by starting a process, and by starting all ranks again from a checkpoint of that step.
+survived with a spare process, by starting a process, and by starting all ranks again from a checkpoint of that step. On
+MindSpore each rank takes a spare process, or a process is started for each.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Runs:
             (self.folder / name).unlink(missing_ok=True)
         path = os.pathsep.join([str(self.folder / "plugins"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "hp_trainer", "run", "run.yaml", f"--run.folder=out{self.number}", *settings]
-        environment = os.environ | {"PYTHONPATH": path, "HP_PLATFORM": "torch"} | variables
+        environment = os.environ | {"PYTHONPATH": path, "HP_PLATFORM": self.options.platform} | variables
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr)
@@ -135,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("ranks", 4), ("interval", 10), ("width", 256), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--platform", choices=("torch", "mindspore"), default="torch")
     parser.add_argument("--wait", type=float, default=30.0, help="seconds in which a spare process gets ready")
     options = parser.parse_args()
     copies = ("--fault_tolerance.copies=1", f"--fault_tolerance.interval={options.interval}")
@@ -150,9 +152,10 @@ def main() -> None:
         waits = [float(line) for line in (runs.folder / "copies").read_text().split()[1:]]
         wait = statistics.median(waits) / options.interval
         print(f"of a step, wait for copies   {wait * 1e3:6.1f} ms   {100 * wait / without[0]:.1f} %")
+        spares = 1 if options.platform == "torch" else options.ranks
         ways = {
-            "a spare process": (*copies, "--fault_tolerance.spares=1"),
-            "a new process": copies,
+            f"{spares} spare": (*copies, f"--fault_tolerance.spares={spares}"),
+            f"{spares} started": copies,
             "all ranks, from a file": file,
         }
         found = {name: runs.seconds_to_recover(*settings) for name, settings in ways.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 from collections.abc import Iterable, Iterator
@@ -11,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.launch import Replacement, local_ranks, rank_process, replacement
 from hp_dtensor.launch.local_ranks import Failure, Process, failure_of_end
 from hp_dtensor.launch.rank_process import Imported, Joined, Leave, Left, Lost, Meet, Returned, Run
@@ -131,6 +132,40 @@ def test_a_rank_that_cannot_join_without_a_death_is_killed(
     assert ranks.killed == [0]
     meetings = [message.generation for rank, message in ranks.sent if rank == 0 and isinstance(message, Meet)]
     assert [each.newcomers for each in meetings] == [(1,), (0, 1)]
+
+
+def test_all_ranks_start_again_where_processes_join_only_once(ranks: WrittenRanks) -> None:
+    ranks._memory = [-1] * 4
+    lines: list[str] = []
+    ranks.replacement = Replacement(3, report=lines.append)
+    imported: list[Event] = [(0, Imported()), (1, Imported())]
+    joined: list[list[Event]] = [[(0, Joined(number)), (1, Joined(number))] for number in range(6)]
+    run(ranks, [(1, DIES)], imported, joined[1], END)
+    assert ranks.killed == [0]
+    # A newcomer dies while the others import, both die at once, and ranks hang.
+    run(ranks, [(0, DIES)], [(0, Imported()), (1, DIES)], imported, joined[3], END)
+    assert ranks.killed == [0, 1, 0]
+    ranks._num_deaths = 0
+    run(ranks, [(0, DIES), (1, DIES)], imported, joined[4], END)
+    assert (ranks.killed, ranks._num_deaths) == ([0, 1, 0], 2)
+    run(ranks, [(0, Lost(4, hung=True))], imported, joined[5], END)
+    assert (ranks.killed, ranks._num_deaths) == ([0, 1, 0, 0, 1], 3)
+    assert lines[-1] == "a rank has waited for the full timeout of a collective; all ranks start again"
+    meetings = [message for _, message in ranks.sent if isinstance(message, Meet)]
+    assert {each.generation.newcomers for each in meetings} == {(0, 1)}
+    assert not any(each.is_served for each in meetings)
+    assert not any(isinstance(message, Leave) for _, message in ranks.sent)
+
+
+def test_files_in_memory_need_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+
+    def refuse(host: str) -> None:
+        raise CapabilityError("a process of this platform joins a job only once")
+
+    monkeypatch.setattr(replacement, "get_platform", lambda name: SimpleNamespace(serve_meeting_point=refuse))
+    with pytest.raises(CapabilityError, match=r"^ranks of this platform can only start again together .* needs Linux$"):
+        WrittenRanks("array", 2).start()
 
 
 def test_a_rank_that_has_returned_cannot_go_on(ranks: WrittenRanks) -> None:

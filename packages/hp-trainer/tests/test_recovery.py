@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -20,7 +22,15 @@ from hp_trainer.launch import job, preflight
 from hp_trainer.registries import Registries
 from hp_trainer.training import recovery
 from hp_trainer.training.checkpoints import Choice, TrainingCheckpoints
-from hp_trainer.training.recovery import Snapshot, Sources, StateCopies, _Exchange, choose_sources
+from hp_trainer.training.recovery import (
+    Snapshot,
+    Sources,
+    StateCopies,
+    _Exchange,
+    _LastingSnapshot,
+    choose_sources,
+)
+from hp_trainer.training.setup import RankSetup
 
 Fact = dict[str, object]
 
@@ -178,6 +188,87 @@ def test_copies_that_never_become_complete_are_reported(
     ]
 
 
+@pytest.fixture
+def memory() -> Iterator[list[str]]:
+    """Files in memory, as a rank gets them from its parent."""
+    numbers = [os.memfd_create("state of a rank") for _ in range(2)]
+    yield [f"/proc/self/fd/{number}" for number in numbers]
+    for number in numbers:
+        os.close(number)
+
+
+def take(copies: StateCopies, monkeypatch: pytest.MonkeyPatch, step: int, size: int) -> None:
+    """Take a snapshot of a step, whose data are its number."""
+
+    def taken(setup: object, number: int, values: dict[str, object], memory: Callable[[int], np.ndarray]) -> Snapshot:
+        data = memory(size)
+        data[:] = number
+        return Snapshot(number, json.dumps({"values": values, "length": "x" * number}).encode(), data)
+
+    monkeypatch.setattr(Snapshot, "take", taken)
+    copies.take(cast(RankSetup, None), step, {})
+
+
+def test_the_next_process_of_a_rank_has_its_last_two_snapshots(
+    memory: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restarted() -> StateCopies:
+        copies = StateCopies(partner=True, interval=2, memory=memory)
+        found = {number: (each.step, each.data.tolist()) for number, each in copies._own.items()}
+        assert found == {number: (2 * number, [number] * size) for number, size in expected.items()}
+        return copies
+
+    expected: dict[int, int] = {}
+    copies = restarted()
+    # Of other sizes too, as when the optimizer gets states.
+    for number, size in enumerate([0, 64, 64, 640, 64, 64], start=1):
+        take(copies, monkeypatch, 2 * number, size)
+        assert copies.is_complete, "the partner needs none"
+        expected = {each: length for each, length in [*expected.items(), (number, size)] if each >= number - 1}
+        restarted()
+    # Numbers continue, so that the new snapshots are not taken for those of the process before.
+    copies = restarted()
+    take(copies, monkeypatch, 14, 64)
+    expected = {6: 64, 7: 64}
+    restarted()
+
+
+def test_a_process_that_dies_while_it_takes_a_snapshot_leaves_the_one_before(
+    memory: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = StateCopies(partner=False, interval=2, memory=memory)
+    for number in (1, 2):
+        take(copies, monkeypatch, 2 * number, 64)
+
+    def die(lasting: _LastingSnapshot, snapshot: Snapshot) -> None:
+        raise KeyboardInterrupt
+
+    # Of the same size, and of another one.
+    for size in (64, 128):
+        with monkeypatch.context() as patched:
+            patched.setattr(_LastingSnapshot, "complete", die)
+            with pytest.raises(KeyboardInterrupt):
+                take(copies, patched, 6, size)
+        copies = StateCopies(partner=False, interval=2, memory=memory)
+        assert {number: each.data.tolist() for number, each in copies._own.items()} == {2: [2] * 64}
+    # The incomplete one is replaced.
+    take(copies, monkeypatch, 6, 64)
+    copies = StateCopies(partner=False, interval=2, memory=memory)
+    assert sorted(copies._own) == [2, 3]
+
+
+def test_after_a_rollback_the_snapshot_that_all_ranks_have_is_not_replaced(
+    memory: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = StateCopies(partner=False, interval=2, memory=memory)
+    for number in (1, 2):
+        take(copies, monkeypatch, 2 * number, 64)
+    # The others have the first one only.
+    copies._own.pop(2)
+    take(copies, monkeypatch, 4, 64)
+    assert sorted(StateCopies(partner=False, interval=2, memory=memory)._own) == [1, 3]
+
+
 RUN = """\
 platform: torch
 model: {name: decoder}
@@ -187,33 +278,21 @@ training: {steps: 1, global_batch_size: 8}
 
 
 @pytest.mark.parametrize(
-    ("settings", "world_size", "able", "messages"),
+    ("settings", "world_size", "messages"),
     [
-        ([("fault_tolerance.copies", "1")], 2, True, []),
-        ([("fault_tolerance.copies", "1")], 1, True, ["fault_tolerance.copies: a single rank has no partner"]),
+        ([("fault_tolerance.copies", "1")], 2, []),
+        ([("fault_tolerance.copies", "1")], 1, ["fault_tolerance.copies: a single rank has no partner"]),
         (
             [("fault_tolerance.copies", "0")],
             2,
-            True,
             [
                 "fault_tolerance.copies: without copies, the state of a dead rank is only in its replicas, and there "
                 "are none; fault_tolerance.copies=1"
             ],
         ),
         (
-            [("fault_tolerance.copies", "1")],
-            2,
-            False,
-            [
-                "fault_tolerance.copies: ranks of a running job cannot meet again on platform torch; "
-                "fault_tolerance.copies=null with launch.max_restarts=3 and checkpoint.interval, to restart from a "
-                "checkpoint"
-            ],
-        ),
-        (
             [("fault_tolerance.copies", "1"), ("parallel.ep_move_interval", "2")],
             2,
-            True,
             [
                 "parallel.ep_move_interval: experts that move have other places in each copy, which cannot be "
                 "restored; parallel.ep_move_interval=null"
@@ -223,16 +302,13 @@ training: {steps: 1, global_batch_size: 8}
 )
 def test_settings(
     installed: Registries,
-    monkeypatch: pytest.MonkeyPatch,
     settings: list[tuple[str, str]],
     world_size: int,
-    able: bool,
     messages: list[str],
 ) -> None:
-    monkeypatch.setattr(preflight, "replaces_ranks", lambda name: able)
     config = parse_config(RUN, settings, registered=installed).config
     found = [
         f"{each.path}: {each.what}" + (f"; {each.hint}" if each.hint else "")
-        for each in preflight.recovery_problems(config, world_size, "torch")
+        for each in preflight.recovery_problems(config, world_size)
     ]
     assert found == messages

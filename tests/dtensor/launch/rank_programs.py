@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
-from hp_dtensor.launch import current_generation, next_generation
+from hp_dtensor.launch import current_generation, lasting_memory, next_generation
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.parallel import ParallelDims
 
@@ -90,6 +91,28 @@ def total_through_deaths(name, signals):
         del world, pair
         if next_generation() is None:
             raise RuntimeError("another error")
+
+
+def written_through_deaths(name, signals):
+    """The sum over all ranks, and what the processes of this rank have written to their memory.
+
+    Args:
+        signals: by "generation:rank", the signal that a rank sends itself.
+    """
+    world, generation = current_world(get_platform(name)), current_generation().number
+    file, other = lasting_memory()
+    with Path(file).open("a") as out:
+        out.write(f"rank {world.rank} in generation {generation}\n")
+    assert not Path(other).read_text()
+    try:
+        world.all.all_gather_bytes(b"")
+        if (number := signals.get(f"{generation}:{world.rank}")) is not None:
+            os.kill(os.getpid(), number)
+        found = total(name)
+    except RuntimeError:
+        next_generation()
+        raise
+    return [found, *Path(file).read_text().splitlines()]
 
 
 def fail_alone(name):

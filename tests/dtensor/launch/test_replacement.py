@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import rank_programs
@@ -22,10 +24,29 @@ def platform(hp_platform):
     try:
         hp_platform.serve_meeting_point("127.0.0.1")[1]()
     except CapabilityError:
-        with pytest.raises(CapabilityError, match=r"^this platform cannot replace ranks of a running job$"):
-            launch("os:getpid", (), 2, hp_platform, replacement=Replacement(1))
-        pytest.skip("ranks of this platform cannot meet again")
+        pytest.skip("a process of this platform joins a job only once")
     return hp_platform
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize("spares", [0, 3])
+def test_all_ranks_start_again_with_what_they_have_written(hp_platform, monkeypatch, spares):
+    def refuse(platform, host):
+        raise CapabilityError("a process of this platform joins a job only once")
+
+    monkeypatch.setattr(type(hp_platform), "serve_meeting_point", refuse)
+    lines = []
+    # One rank dies, then two at once; one is stopped, and then killed.
+    signals = {"0:0": signal.SIGKILL, "1:1": signal.SIGKILL, "1:2": signal.SIGKILL, "2:1": signal.SIGSTOP}
+    rules = Replacement(5, stopped_seconds=0.3, report=lines.append, spares=spares)
+    shared = set(os.listdir("/dev/shm"))
+    found = launch(rank_programs.written_through_deaths, (hp_platform.name, signals), 3, hp_platform, replacement=rules)
+    names = [f"rank {rank} in generation {number}" for rank in range(3) for number in range(4)]
+    assert found == [[[6.0] * 3, *names[4 * rank : 4 * rank + 4]] for rank in range(3)]
+    assert "rank 0 of 3 has died (SIGKILL); all ranks start again" in lines
+    assert "rank 1 of 3 has been stopped for 0.3 s, as by SIGSTOP; it is killed" in lines
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert not [file for file in Path("/proc/self/fd").iterdir() if "state of a rank" in str(file.resolve())]
 
 
 def test_ranks_are_replaced(platform):

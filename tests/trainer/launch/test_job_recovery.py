@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from running_commands import add_plugin, losses_of, steps_of
-from training_runs import skip_unless_torch_or
 
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
 
@@ -33,9 +32,8 @@ OPTIONS = {
 
 
 @pytest.fixture
-def dying(folder, hp_train, hp_platform, monkeypatch):
+def dying(folder, hp_train, monkeypatch):
     """Trains while ranks are killed, and returns the errors of the command."""
-    skip_unless_torch_or(hp_platform, False)
     add_plugin(folder, "deaths", Path(__file__).with_name("deaths.py").read_text(), monkeypatch)
 
     def train(kills: tuple[str, ...], *settings: str, expected: int = 0) -> str:
@@ -69,15 +67,16 @@ def open_newest(run: Path) -> Checkpoint:
     return Checkpoint(storage, list_checkpoints(storage)[0])
 
 
-def test_ranks_die_everywhere_in_a_step_and_their_partners_have_their_state(lab, folder, dying):
+def test_ranks_die_everywhere_in_a_step_and_their_state_is_in_memory(lab, folder, hp_platform, dying):
     # Sums over two ranks have one order, so simulated ranks have the same bits.
     undisturbed = lab.run("undisturbed", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS)
     # Evaluations, checkpoints and stopped ranks: `nox -s chaos -- --only deaths`.
     kills = ("3:1:forward", "new:1:restore", "5:0:backward", "7:1:optimizer", "8:0:snapshot")
     settings = ("--launch.local_ranks=2", "--parallel.dp_shard=2", "--parallel.ep=2")
     err = dying(kills, *settings, "--fault_tolerance.copies=1", "--fault_tolerance.spares=1")
-    # On a busy machine the copy of step 4 may not have arrived.
-    assert re.search(r"rank 0 of 2 has died \(SIGKILL\) in step 5; training goes on from step [0-4] after ", err)
+    # Where all ranks start again, none knows the step; on a busy machine the copy of step 4 may not have arrived.
+    lost = "" if hp_platform.name == "mindspore" else " in step 5"
+    assert re.search(rf"rank 0 of 2 has died \(SIGKILL\){lost}; training goes on from step [0-4] after ", err)
     assert "without copies" not in err
     expect_same(folder / "out", undisturbed.path)
     assert losses_of(folder / "out") == losses_of(undisturbed.path)

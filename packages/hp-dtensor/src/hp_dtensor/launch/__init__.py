@@ -2,7 +2,13 @@
 
 from hp_dtensor.launch.environment import RankEnvironment, from_environment, is_launched, rank_environment
 from hp_dtensor.launch.local_launch import RankPool, launch
-from hp_dtensor.launch.rank_process import Generation, current_generation, generation_has_ended, next_generation
+from hp_dtensor.launch.rank_process import (
+    Generation,
+    current_generation,
+    generation_has_ended,
+    lasting_memory,
+    next_generation,
+)
 from hp_dtensor.launch.replacement import Replacement
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "from_environment",
     "generation_has_ended",
     "is_launched",
+    "lasting_memory",
     "launch",
     "next_generation",
     "rank_environment",

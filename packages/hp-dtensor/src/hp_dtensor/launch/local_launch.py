@@ -54,7 +54,8 @@ def launch(
             `hp_dtensor.launch.next_generation` when a collective fails, and starts again on the new ranks.
 
     Raises:
-        CapabilityError: the platform cannot replace ranks; no process was started.
+        CapabilityError: a process of the platform joins a job only once, and this system has no memory that
+            outlives ranks; no process was started.
         LaunchError: a rank failed or died. The message has its number, error and traceback. All others are ended.
         PlatformError: the platform cannot be used; no process was started.
     """

@@ -36,9 +36,10 @@ class Setup:
     """First message to a rank: the platform, its rank and the size of the job.
 
     Attributes:
-        replaces: ranks that die are replaced; the parent serves the meeting point.
+        replaces: ranks that die are replaced.
         preload: function to import; then a second `Setup` follows when this spare process takes the place of a rank.
         log: file to write to from now on; empty: no other one.
+        memory: see `lasting_memory`.
     """
 
     platform: str
@@ -49,6 +50,7 @@ class Setup:
     replaces: bool = False
     preload: str = ""
     log: str = ""
+    memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,11 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Message to all ranks: join the next generation at an address that the parent serves."""
+    """Message to all ranks: join the next generation at an address, which the parent or else rank 0 serves."""
 
     generation: Generation
     address: str
+    is_served: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,13 +304,18 @@ def _join(link: Link, setup: Setup, platform: Platform) -> None:
     link.receive()
     if setup.rank == 0:
         # Chosen as late as possible, so that no other process takes the port first.
-        # Port 0: the system assigns a free one.
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            link.send(f"{HOST}:{probe.getsockname()[1]}")
+        link.send(free_address())
     address = link.receive()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
     platform.connect(setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
+
+
+def free_address() -> str:
+    """Return an address of this machine with a port that no process uses now."""
+    # Port 0: the system assigns a free one.
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return f"{HOST}:{probe.getsockname()[1]}"
 
 
 class _Member:
@@ -338,7 +346,7 @@ class _Member:
             assert isinstance(message, Meet), message
             self.has_ended = False
             try:
-                self._connect(message.address)
+                self._connect(message)
             except (HPError, RuntimeError):
                 if not message.generation.number:
                     raise
@@ -365,12 +373,15 @@ class _Member:
                 os.dup2(log, stream.fileno())
             os.close(log)
 
-    def _connect(self, address: str) -> None:
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
+    @property
+    def memory(self) -> tuple[str, ...]:
+        return self._setup.memory
+
+    def _connect(self, meet: Meet) -> None:
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meet.address.split(":")
         setup = self._setup
-        self._platform.connect_served(
-            setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank
-        )
+        connect = self._platform.connect_served if meet.is_served else self._platform.connect
+        connect(setup.rank, setup.size, meet.address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
 
     def _end(self) -> None:
         self.has_ended = True
@@ -385,6 +396,15 @@ _member: _Member | None = None
 def current_generation() -> Generation | None:
     """Return the generation of this rank's job; None where dead ranks are not replaced."""
     return None if _member is None else _member.generation
+
+
+def lasting_memory() -> tuple[str, ...]:
+    """Return two files in memory that only this rank uses, and after its death the process that takes its place.
+
+    There are none where the ranks that survive a death keep their processes, and their memory. The files are empty at
+    the start of a job, and end with it.
+    """
+    return () if _member is None else _member.memory
 
 
 def generation_has_ended() -> bool:

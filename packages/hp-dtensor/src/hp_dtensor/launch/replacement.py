@@ -4,6 +4,9 @@ The parent serves the meeting point of each generation of ranks, so that any ran
 died, the parent starts a process in its place and sends the survivors a `Leave`. Their collectives fail, because the
 kernel closes the connections of the dead process. They close their own, at which further survivors fail. When all have
 left, and the newcomers have imported their framework, all meet again. A death at any point starts the next generation.
+
+On a platform whose processes join a job only once, all ranks are newcomers of the next generation. The parent holds
+files in memory for them, in which their state outlives their processes.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.launch.local_ranks import (
     IMPORT_SECONDS,
     SILENT_STATES,
@@ -26,7 +29,19 @@ from hp_dtensor.launch.local_ranks import (
     interrupts_blocked,
     state_of,
 )
-from hp_dtensor.launch.rank_process import HOST, Generation, Imported, Joined, Leave, Left, Lost, Meet, Run, Stay
+from hp_dtensor.launch.rank_process import (
+    HOST,
+    Generation,
+    Imported,
+    Joined,
+    Leave,
+    Left,
+    Lost,
+    Meet,
+    Run,
+    Stay,
+    free_address,
+)
 from hp_dtensor.platform.selection import get_platform
 
 _POLL_SECONDS = 0.5
@@ -34,6 +49,8 @@ _POLL_SECONDS = 0.5
 _VERDICT_SECONDS = 3.0
 # Time for ranks to leave after others have waited for their full timeout.
 _HUNG_SECONDS = 30.0
+_FILES_OF_RANK = 2
+_HANG = "a rank has waited for the full timeout of a collective"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -47,7 +64,8 @@ class Replacement:
         stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
         report: called with messages for the user.
         spares: processes that have imported everything and wait, so that a newcomer needs no start. While they import,
-            RANK and LOCAL_RANK are -1; they get those of the rank with its place.
+            RANK and LOCAL_RANK are -1; they get those of the rank with its place. Where all ranks start again after a
+            death, each takes one.
     """
 
     most: int
@@ -72,12 +90,16 @@ class ReplacedRanks(LocalRanks):
     _joining: set[int] = field(default_factory=set)
     _spares: list[Process] = field(default_factory=list)
     _stopped_since: dict[int, float] = field(default_factory=dict)
+    # Descriptors of the files in memory, those of one rank after the other; none if survivors keep their processes.
+    _memory: list[int] = field(default_factory=list)
 
     def _start(self, check: Callable[[], None]) -> None:
         self._check = check
         try:
+            if not _can_rejoin(self.platform):
+                self._memory = _files_in_memory(_FILES_OF_RANK * self.size)
             self._import_frameworks(check)
-            self._send_all(Meet(self._generation, self._serve()))
+            self._send_all(self._meeting())
             self._collect(self._processes, self.timeout_seconds)
         except BaseException:
             self.terminate()
@@ -146,21 +168,28 @@ class ReplacedRanks(LocalRanks):
             self._close()
             number = self._generation.number + 1
             reasons += [self._describe(process) for process in dead]
-            fresh = {process.rank for process in dead}
+            if self._memory and not dead:
+                reasons.append(_HANG)
+                self.replacement.report(f"{_HANG}; all ranks start again")
+            fresh = set(range(self.size)) if self._memory else {process.rank for process in dead}
             newcomers |= fresh
             self._joining |= fresh
             is_last = self._num_deaths > self.replacement.most
             names = tuple(sorted(newcomers))
             self._generation = Generation(number, names, lost_at, "; ".join(reasons), is_last)
             for process in dead:
-                self.replacement.report(f"{self._describe(process)}; another process takes its place")
-            for process in dead:
-                self._respawn(process)
+                what = "all ranks start again" if self._memory else "another process takes its place"
+                self.replacement.report(f"{self._describe(process)}; {what}")
+            # All at once, before any is waited for.
+            for rank in fresh - {process.rank for process in dead}:
+                self._kill(self._processes[rank])
+            for rank in sorted(fresh):
+                self._respawn(self._processes[rank])
             self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
             dead = self._await(number, Left, fresh, seconds)
             if dead:
                 continue
-            self._send_all(Meet(self._generation, self._serve()))
+            self._send_all(self._meeting())
             dead = self._await(number, Joined, (), seconds)
             if not dead:
                 break
@@ -288,14 +317,42 @@ class ReplacedRanks(LocalRanks):
         self._processes += self._spares
         self._spares = []
         LocalRanks._clear(self)
+        while self._memory:
+            os.close(self._memory.pop())
 
     def _set_up(self, process: Process, **options: Any) -> None:
-        LocalRanks._set_up(self, process, replaces=True, **options)
+        first = process.rank * _FILES_OF_RANK
+        files = self._memory[first : first + _FILES_OF_RANK] if process.rank >= 0 else ()
+        # Through this process, because they have no names.
+        memory = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in files)
+        LocalRanks._set_up(self, process, replaces=True, memory=memory, **options)
 
-    def _serve(self) -> str:
+    def _meeting(self) -> Meet:
+        if self._memory:
+            return Meet(self._generation, free_address(), is_served=False)
         address, self._close = get_platform(self.platform).serve_meeting_point(HOST)
-        return address
+        return Meet(self._generation, address, is_served=True)
 
     def _send_to(self, ranks: Iterable[int], message: Any) -> None:
         for rank in ranks:
             self._send(self._processes[rank], message)
+
+
+def _can_rejoin(platform: str) -> bool:
+    """Return whether a process can join another job after it has left one, on a platform."""
+    try:
+        _, close = get_platform(platform).serve_meeting_point(HOST)
+    except CapabilityError:
+        return False
+    close()
+    return True
+
+
+def _files_in_memory(count: int) -> list[int]:
+    """Return descriptors of empty files that have no names, so that nothing is left of them when this process ends."""
+    if not hasattr(os, "memfd_create"):
+        raise CapabilityError(
+            "ranks of this platform can only start again together after a death, from memory that outlives them, which "
+            "needs Linux"
+        )
+    return [os.memfd_create("state of a rank") for _ in range(count)]

@@ -515,7 +515,7 @@ class DeviceFacts(NamedTuple):
     versions: dict[str, str]
 
 
-_NO_REPLACEMENT = "this platform cannot replace ranks of a running job"
+_JOINS_ONCE = "a process of this platform joins a job only once"
 
 
 class ProcessInterface(ABC):
@@ -555,15 +555,16 @@ class ProcessInterface(ABC):
         Ranks join there with `connect_served`. Closing it makes ranks fail that still wait there.
 
         Raises:
-            CapabilityError: ranks of the platform cannot meet again in a running job, which is the default.
+            CapabilityError: a process of the platform joins a job only once, which is the default. After the death of a
+                rank all ranks then start again.
         """
-        raise CapabilityError(_NO_REPLACEMENT)
+        raise CapabilityError(_JOINS_ONCE)
 
     def connect_served(
         self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0
     ) -> World:
         """Join a job as `connect` does, at an address of `serve_meeting_point`."""
-        raise CapabilityError(_NO_REPLACEMENT)
+        raise CapabilityError(_JOINS_ONCE)
 
     def abort_collectives(self) -> None:
         """Make collectives in progress fail, called in another thread when a peer has died.

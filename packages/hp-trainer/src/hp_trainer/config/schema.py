@@ -450,13 +450,16 @@ class LaunchConfig:
 
 @section
 class FaultToleranceConfig:
-    """Recovery within a job whose local ranks die: a new process takes a rank's place, with a copy from memory."""
+    """Recovery within a job whose local ranks die: a new process takes a rank's place, with a copy from memory.
+
+    On a platform whose processes join a job only once, all ranks start again, each with its copy.
+    """
 
     copies: int | None = Field(
         None,
         ge=0,
         le=1,
-        description="copies of each rank's state in another rank's memory; 0: the replicas (parallel.dp_replicate) "
+        description="copies of each rank's state in memory that outlives it; 0: the replicas (parallel.dp_replicate) "
         "have the same state; null: when a rank dies the job fails, and may be restarted from a checkpoint",
     )
     interval: int = Field(10, ge=1, description="steps between two copies; those since the last one are repeated")
@@ -464,7 +467,10 @@ class FaultToleranceConfig:
         10, ge=0, description="deaths of ranks that a job survives; after one more it saves its state and ends"
     )
     spares: int = Field(
-        0, ge=0, description="processes that wait to take the place of a rank, which saves the start of one"
+        0,
+        ge=0,
+        description="processes that wait to take the place of a rank, which saves the start of one; where all ranks "
+        "start again (MindSpore), one for each rank",
     )
     stopped_seconds: float = Field(
         10.0, gt=0, description="seconds after which a rank that is stopped, as by SIGSTOP, is killed and replaced"

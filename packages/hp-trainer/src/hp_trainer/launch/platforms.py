@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 
-from hp_dtensor.exceptions import CapabilityError, PlatformError
+from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch import is_launched, rank_environment
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.plugins import call_each, plugin_manager
@@ -109,19 +109,6 @@ def compile_backends(name: str) -> tuple[str, ...] | None:
         return import_platform(name).compile_backends()
     except PlatformError:
         return None
-
-
-def replaces_ranks(name: str) -> bool:
-    """Return whether ranks of a running job can meet again on a platform. This loads its framework."""
-    try:
-        _, close = import_platform(name).serve_meeting_point("127.0.0.1")
-    except CapabilityError:
-        return False
-    except PlatformError:
-        # Reported elsewhere.
-        return True
-    close()
-    return True
 
 
 def no_platform() -> Problem | None:

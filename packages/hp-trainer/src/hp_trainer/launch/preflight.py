@@ -14,7 +14,7 @@ from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.launch import is_launched
 from hp_trainer.config import LoadedConfig, TrainerConfig, settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, Problem, join_choices
-from hp_trainer.launch.platforms import chosen_platform, compile_backends, max_local_ranks, replaces_ranks
+from hp_trainer.launch.platforms import chosen_platform, compile_backends, max_local_ranks
 from hp_trainer.launch.step_checks import find_memory_problems, find_model_part_problems, find_pipeline_problems
 from hp_trainer.models.hugging_face import ModelDirectory
 from hp_trainer.optimizers import group_problems
@@ -125,7 +125,7 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         if config.training.compile:
             yield from _compiler_problems(config.training.compile_backend, platform)
         if config.fault_tolerance.copies is not None and not is_launched():
-            yield from recovery_problems(config, world_size, platform)
+            yield from recovery_problems(config, world_size)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
     reference = config.training.compare_with
     # On other machines the first rank may be the only one that has it.
@@ -219,17 +219,9 @@ def _device_problems(config: TrainerConfig, platform: str) -> Iterator[Problem]:
         )
 
 
-def recovery_problems(config: TrainerConfig, world_size: int, platform: str) -> Iterator[Problem]:
+def recovery_problems(config: TrainerConfig, world_size: int) -> Iterator[Problem]:
     """Yield the problems of going on after the death of a local rank."""
     path, copies = "fault_tolerance.copies", config.fault_tolerance.copies
-    if not replaces_ranks(platform):
-        yield Problem(
-            path=path,
-            what=f"ranks of a running job cannot meet again on platform {platform}",
-            expected="null",
-            got=str(copies),
-            hint=f"{path}=null with launch.max_restarts=3 and checkpoint.interval, to restart from a checkpoint",
-        )
     if world_size < 2:
         yield Problem(path=path, what="a single rank has no partner", expected="null", got=str(copies))
     elif copies == 0 and config.parallel.dp_replicate < 2:

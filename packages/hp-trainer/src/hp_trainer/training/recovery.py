@@ -4,12 +4,16 @@ Every few steps each rank copies its shards to host memory, and a thread sends t
 next copy starts when a step's all-reduce has told that all partners have the last one; so of two copies at least one is
 complete on all ranks at any time. After a death the newest step is chosen whose state each rank has, or another rank
 for it: its partner, or a replica, whose own copy is the same. Files are read only if a checkpoint is newer.
+
+Where all ranks start again after a death, each takes its copies to memory that outlives it, and nothing is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import mmap
+import os
 import queue
 import secrets
 import socket
@@ -72,12 +76,14 @@ class Snapshot:
         return int(json.loads(self.header)["values"]["step"])
 
     @classmethod
-    def take(cls, setup: RankSetup, number: int, values: Mapping[str, Any], buffer: np.ndarray | None) -> Snapshot:
+    def take(
+        cls, setup: RankSetup, number: int, values: Mapping[str, Any], memory: Callable[[int], np.ndarray]
+    ) -> Snapshot:
         """Copy the state of this rank to host memory.
 
         Args:
             values: JSON values to restore with it.
-            buffer: memory of an earlier snapshot to use if it has the right size.
+            memory: returns memory of a size for `data`.
         """
         arrays, tensors, size = [], [], 0
         for name, tensor in _state(setup):
@@ -85,7 +91,7 @@ class Snapshot:
             tensors.append([*_kind_of(setup, name, tensor), array.dtype.name, list(array.shape), size])
             arrays.append(array)
             size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        data = buffer if buffer is not None and buffer.nbytes == size else np.empty(size, np.uint8)
+        data = memory(size)
         for array, (*_, offset) in zip(arrays, tensors, strict=True):
             data[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         return cls(number, strict_json({"values": dict(values), "tensors": tensors}).encode(), data)
@@ -119,6 +125,52 @@ class Snapshot:
         return values
 
 
+class _LastingSnapshot:
+    """A snapshot in a file in memory that outlives this process: its number and lengths, its data, and its header.
+
+    Attributes:
+        number: that of the snapshot; 0: there is none, or it is incomplete.
+    """
+
+    _PREFIX = struct.Struct("!QQQ")
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDWR)
+        self._map: mmap.mmap | None = None
+        self.number = 0
+
+    def read(self) -> Snapshot | None:
+        """Return the snapshot that an earlier process of this rank has completed, without copying it."""
+        prefix = os.pread(self._file, self._PREFIX.size, 0)
+        if not prefix:
+            return None
+        self.number, size, length = self._PREFIX.unpack(prefix)
+        if not self.number:
+            return None
+        data = self._mapped(size)
+        return Snapshot(self.number, os.pread(self._file, length, _ALIGNMENT + size), data)
+
+    def memory(self, size: int) -> np.ndarray:
+        """Drop the snapshot, and return the memory for the data of another one."""
+        self.number = 0
+        os.pwrite(self._file, self._PREFIX.pack(0, 0, 0), 0)
+        if self._map is None or len(self._map) != _ALIGNMENT + size:
+            os.ftruncate(self._file, _ALIGNMENT + size)
+        return self._mapped(size)
+
+    def complete(self, snapshot: Snapshot) -> None:
+        """Record that the memory holds the data of a snapshot."""
+        os.pwrite(self._file, snapshot.header, _ALIGNMENT + snapshot.data.nbytes)
+        # Last: a process that is killed before leaves an incomplete one.
+        os.pwrite(self._file, self._PREFIX.pack(snapshot.number, snapshot.data.nbytes, len(snapshot.header)), 0)
+        self.number = snapshot.number
+
+    def _mapped(self, size: int) -> np.ndarray:
+        if self._map is None or len(self._map) != _ALIGNMENT + size:
+            self._map = mmap.mmap(self._file, _ALIGNMENT + size)
+        return np.frombuffer(self._map, np.uint8)[_ALIGNMENT:]
+
+
 def _state(setup: RankSetup) -> Any:
     return named_state(setup.platform, setup.model, setup.optimizer, setup.average)
 
@@ -144,18 +196,22 @@ class StateCopies:
     Args:
         partner: send each snapshot to the next rank; False: the replicas have the same state.
         interval: steps between two snapshots.
+        memory: files that outlive this process, for its two last snapshots; see `lasting_memory`. The partner and the
+            replicas then get none.
 
     Attributes:
         step: the step in progress, for messages.
         lost_step: the step in progress when a rank died.
     """
 
-    def __init__(self, *, partner: bool, interval: int) -> None:
-        self._partner, self._interval = partner, interval
+    def __init__(self, *, partner: bool, interval: int, memory: Sequence[str] = ()) -> None:
+        self._partner, self._interval = partner and not memory, interval
+        self._lasting = [_LastingSnapshot(path) for path in memory]
+        found = [each.read() for each in self._lasting]
         # By their numbers.
-        self._own: dict[int, Snapshot] = {}
+        self._own: dict[int, Snapshot] = {each.number: each for each in found if each is not None}
         self._held: dict[int, dict[int, Snapshot]] = defaultdict(dict)
-        self._number, self._step = 0, 0
+        self._number, self._step = max(self._own, default=0), 0
         self._lock = threading.Lock()
         self._exchange: _Exchange | None = None
         self._has_partners = threading.Event()
@@ -242,9 +298,20 @@ class StateCopies:
         self._is_agreed = False
         self._has_partners.clear()
         self._number, self._step = self._number + 1, step
-        buffer = dropped[0].data if dropped else None
-        self._own[self._number] = Snapshot.take(setup, self._number, {**values, "step": step}, buffer)
-        self._send(self._own[self._number])
+        values = {**values, "step": step}
+        lasting = next((each for each in self._lasting if each.number != last), None)
+        if lasting is not None:
+            snapshot = Snapshot.take(setup, self._number, values, lasting.memory)
+            lasting.complete(snapshot)
+        else:
+            fits = [each.data for each in dropped]
+
+            def memory(size: int) -> np.ndarray:
+                return fits[0] if fits and fits[0].nbytes == size else np.empty(size, np.uint8)
+
+            snapshot = Snapshot.take(setup, self._number, values, memory)
+        self._own[self._number] = snapshot
+        self._send(snapshot)
 
     def clear(self) -> None:
         """Drop all snapshots, and take the next one as soon as possible."""
@@ -261,8 +328,8 @@ class StateCopies:
 
     def _send(self, snapshot: Snapshot) -> None:
         exchange = self._exchange
-        assert exchange is not None
         if self._partner:
+            assert exchange is not None
             exchange.send(exchange.next_rank, snapshot, "held", self._has_partners.set)
         else:
             self._has_partners.set()
