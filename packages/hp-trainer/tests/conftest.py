@@ -54,7 +54,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registries]:
     monkeypatch.delenv("HP_PLATFORM", raising=False)
     monkeypatch.setattr(platforms, "installed_platforms", lambda: ["torch"])
     # The platform is not there to be imported.
-    monkeypatch.setattr(platforms, "_report_import", lambda name: None)
+    monkeypatch.setattr(platforms, "report_import", lambda name: None)
     for cache in caches:
         cache.cache_clear()
     plugins.plugin_manager().register(TinyPlugin(), name="tiny")
