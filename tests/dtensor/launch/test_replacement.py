@@ -12,7 +12,8 @@ import rank_programs
 
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.launch import Replacement, launch
-from hp_dtensor.launch.local_ranks import state_of
+from hp_dtensor.launch.local_ranks import LocalRanks, state_of
+from hp_dtensor.launch.rank_process import Imported
 from hp_dtensor.launch.replacement import ReplacedRanks
 
 pytestmark = pytest.mark.real_ranks
@@ -31,10 +32,11 @@ def platform(hp_platform):
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("spares", [0, 3])
 def test_all_ranks_start_again_with_what_they_have_written(hp_platform, monkeypatch, spares):
-    def refuse(platform, host):
-        raise CapabilityError("a process of this platform joins a job only once")
+    def imported(ranks, check):
+        # As on a platform whose processes join a job only once.
+        return [Imported(joins_once=True) for _ in LocalRanks._import_frameworks(ranks, check)]
 
-    monkeypatch.setattr(type(hp_platform), "serve_meeting_point", refuse)
+    monkeypatch.setattr(ReplacedRanks, "_import_frameworks", imported)
     lines = []
     # One rank dies, then two at once; one is stopped, and then killed.
     signals = {"0:0": signal.SIGKILL, "1:1": signal.SIGKILL, "1:2": signal.SIGKILL, "2:1": signal.SIGSTOP}

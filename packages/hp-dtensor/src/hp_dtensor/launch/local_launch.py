@@ -55,7 +55,7 @@ def launch(
 
     Raises:
         CapabilityError: a process of the platform joins a job only once, and this system has no memory that
-            outlives ranks; no process was started.
+            outlives ranks. All ranks have been ended.
         LaunchError: a rank failed or died. The message has its number, error and traceback. All others are ended.
         PlatformError: the platform cannot be used; no process was started.
     """

@@ -195,15 +195,15 @@ class LocalRanks:
 
     # Internals -------------------------------------------------------------------------------------------
 
-    def _import_frameworks(self, check: Callable[[], None]) -> None:
-        """Start all processes, and wait until each has imported its framework."""
+    def _import_frameworks(self, check: Callable[[], None]) -> list[Any]:
+        """Start all processes, wait until each has imported its framework, and return their answers."""
         for rank in range(self.size):
             with interrupts_blocked():
                 self._processes.append(self._spawn(rank))
             check()
         for process in self._processes:
             self._set_up(process)
-        self._collect(self._processes, max(self.timeout_seconds, IMPORT_SECONDS))
+        return self._collect(self._processes, max(self.timeout_seconds, IMPORT_SECONDS))
 
     def _set_up(self, process: Process, **options: Any) -> None:
         """Send a process its first message; `options` are further fields of `Setup`."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from hp_dtensor.exceptions import HPError, LaunchError
+from hp_dtensor.exceptions import CapabilityError, HPError, LaunchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
 
@@ -39,7 +39,6 @@ class Setup:
         replaces: ranks that die are replaced.
         preload: function to import; then a second `Setup` follows when this spare process takes the place of a rank.
         log: file to write to from now on; empty: no other one.
-        memory: see `lasting_memory`.
     """
 
     platform: str
@@ -50,7 +49,6 @@ class Setup:
     replaces: bool = False
     preload: str = ""
     log: str = ""
-    memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +108,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Report of a rank that has imported its framework, and waits for the first `Meet`."""
+    """Report of a rank that has imported its framework, and waits for the first `Meet`.
+
+    Attributes:
+        joins_once: the process cannot join a second job.
+    """
+
+    joins_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +126,15 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Message to all ranks: join the next generation at an address, which the parent or else rank 0 serves."""
+    """Message to all ranks: join the next generation at an address.
+
+    Attributes:
+        memory: see `lasting_memory`. With it, rank 0 serves the address, otherwise the parent.
+    """
 
     generation: Generation
     address: str
-    is_served: bool
+    memory: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +286,7 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
         # All ranks import their framework before any joins, so that the import does not count against the join timeout.
         if setup.preload:
             load_target(setup.preload)
-        link.send(Imported() if setup.replaces else None)
+        link.send(Imported(_joins_once(platform)) if setup.replaces else None)
         if setup.replaces:
             _member = _Member(link, setup, platform)
             _member.meet()
@@ -318,6 +326,15 @@ def free_address() -> str:
         return f"{HOST}:{probe.getsockname()[1]}"
 
 
+def _joins_once(platform: Platform) -> bool:
+    try:
+        _, close = platform.serve_meeting_point(HOST)
+    except CapabilityError:
+        return True
+    close()
+    return False
+
+
 class _Member:
     """A rank of a job whose dead ranks are replaced: it joins one generation of process groups after the other."""
 
@@ -325,6 +342,7 @@ class _Member:
         self._link, self._setup, self._platform = link, setup, platform
         self.generation = Generation()
         self.has_ended = False
+        self.memory: tuple[str, ...] = ()
         link.on_leave = self._end
 
     def next_generation(self, *, hung: bool) -> Generation | None:
@@ -373,14 +391,10 @@ class _Member:
                 os.dup2(log, stream.fileno())
             os.close(log)
 
-    @property
-    def memory(self) -> tuple[str, ...]:
-        return self._setup.memory
-
     def _connect(self, meet: Meet) -> None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meet.address.split(":")
-        setup = self._setup
-        connect = self._platform.connect_served if meet.is_served else self._platform.connect
+        setup, self.memory = self._setup, meet.memory
+        connect = self._platform.connect if meet.memory else self._platform.connect_served
         connect(setup.rank, setup.size, meet.address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
 
     def _end(self) -> None:

@@ -96,10 +96,11 @@ class ReplacedRanks(LocalRanks):
     def _start(self, check: Callable[[], None]) -> None:
         self._check = check
         try:
-            if not _can_rejoin(self.platform):
+            # Asked of the ranks: on such a platform this process needs no framework, which would also change the
+            # variables that decide whether ranks can be forked.
+            if any(each.joins_once for each in self._import_frameworks(check)):
                 self._memory = _files_in_memory(_FILES_OF_RANK * self.size)
-            self._import_frameworks(check)
-            self._send_all(self._meeting())
+            self._invite()
             self._collect(self._processes, self.timeout_seconds)
         except BaseException:
             self.terminate()
@@ -189,7 +190,7 @@ class ReplacedRanks(LocalRanks):
             dead = self._await(number, Left, fresh, seconds)
             if dead:
                 continue
-            self._send_all(self._meeting())
+            self._invite()
             dead = self._await(number, Joined, (), seconds)
             if not dead:
                 break
@@ -321,31 +322,25 @@ class ReplacedRanks(LocalRanks):
             os.close(self._memory.pop())
 
     def _set_up(self, process: Process, **options: Any) -> None:
-        first = process.rank * _FILES_OF_RANK
-        files = self._memory[first : first + _FILES_OF_RANK] if process.rank >= 0 else ()
-        # Through this process, because they have no names.
-        memory = tuple(f"/proc/{os.getpid()}/fd/{number}" for number in files)
-        LocalRanks._set_up(self, process, replaces=True, memory=memory, **options)
+        LocalRanks._set_up(self, process, replaces=True, **options)
 
-    def _meeting(self) -> Meet:
-        if self._memory:
-            return Meet(self._generation, free_address(), is_served=False)
-        address, self._close = get_platform(self.platform).serve_meeting_point(HOST)
-        return Meet(self._generation, address, is_served=True)
+    def _invite(self) -> None:
+        """Send all ranks the address where they join the next generation."""
+        if not self._memory:
+            address, self._close = get_platform(self.platform).serve_meeting_point(HOST)
+            self._send_all(Meet(self._generation, address))
+            return
+        address = free_address()
+        # Through this process, because they have no names.
+        files = [f"/proc/{os.getpid()}/fd/{number}" for number in self._memory]
+        for process in self._processes:
+            first = process.rank * _FILES_OF_RANK
+            memory = tuple(files[first : first + _FILES_OF_RANK])
+            self._send(process, Meet(self._generation, address, memory))
 
     def _send_to(self, ranks: Iterable[int], message: Any) -> None:
         for rank in ranks:
             self._send(self._processes[rank], message)
-
-
-def _can_rejoin(platform: str) -> bool:
-    """Return whether a process can join another job after it has left one, on a platform."""
-    try:
-        _, close = get_platform(platform).serve_meeting_point(HOST)
-    except CapabilityError:
-        return False
-    close()
-    return True
 
 
 def _files_in_memory(count: int) -> list[int]:
