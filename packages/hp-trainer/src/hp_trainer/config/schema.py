@@ -470,7 +470,7 @@ class FaultToleranceConfig:
         0,
         ge=0,
         description="processes that wait to take the place of a rank, which saves the start of one; where all ranks "
-        "start again (MindSpore), one for each rank",
+        "start again, one for each rank",
     )
     stopped_seconds: float = Field(
         10.0, gt=0, description="seconds after which a rank that is stopped, as by SIGSTOP, is killed and replaced"
