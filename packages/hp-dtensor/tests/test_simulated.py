@@ -50,6 +50,32 @@ def test_all_reduce(platform, op, expected):
         np.testing.assert_array_equal(result, expected)
 
 
+@pytest.mark.parametrize(
+    "way", ["all_reduce", "receive", "async receive", "all_gather_bytes", "start_all_gather_bytes"]
+)
+def test_the_time_of_waiting_for_a_late_rank_is_counted_once(platform, way):
+    def fn():
+        group, x = current_world(platform).all, np.ones(2)
+        started = time.perf_counter()
+        if group.rank == 1:
+            time.sleep(0.2)
+        if way == "all_reduce":
+            group.all_reduce(x)
+        elif way == "all_gather_bytes":
+            group.all_gather_bytes(b"1")
+        elif way == "start_all_gather_bytes":
+            assert group.start_all_gather_bytes(b"1").wait(60.0) == [b"1", b"1"]
+        elif group.rank == 1:
+            group.send(x, 0)
+        else:
+            group.receive(x, 1, async_op=way == "async receive").wait()
+        return group.seconds_waited, time.perf_counter() - started
+
+    (waited, elapsed), (_, all_of_late) = run_ranks(fn, 2, platform)
+    assert 0.1 < waited <= elapsed
+    assert all_of_late > 0.2
+
+
 def test_gather_and_reduce_scatter_keep_rank_order_within_a_sub_group_without_rank_0(platform):
     def fn():
         world = current_world(platform)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hp_trainer.records import Straggler
+from hp_trainer.report import MOST_RANKS, rank_seconds, slow_ranks
 from hp_trainer.training.stragglers import INTERVAL, PERSISTENCE, WORK, _Detector
 
 FORWARD, DATA = WORK.index("forward"), WORK.index("data")
@@ -65,3 +66,25 @@ def test_a_node_is_named_if_all_of_its_ranks_are_slow(monkeypatch: pytest.Monkey
     assert str(node) == "node 1 (ranks 2-3) 2.0x slower since step 1 (forward)"
     (rank,) = detect(*[seconds(6, f3=0.1)] * PERSISTENCE)
     assert str(rank) == "rank 3 2.0x slower since step 1 (forward)"
+
+
+def test_a_report_says_until_which_measured_step_a_rank_was_slow() -> None:
+    """Steps 31 to 39 still name it, and the times of steps 31 to 40 do not."""
+    named = {"ranks": [1], "node": None, "since": 1, "factor": 2.04, "work": "data"}
+    events = [{"step": 30, "stragglers": [named], "rank_seconds": {"data": [1.0, 2.0]}}]
+    events += [{"step": step, "stragglers": [named]} for step in range(31, 40)]
+    events += [{"step": 40, "rank_seconds": {"data": [1.0, 1.0]}}]
+    assert slow_ranks(events) == [["1", "1", "30", "2.0", "data"]]
+
+
+def test_a_report_of_many_ranks_shows_the_slowest() -> None:
+    number = 2 * MOST_RANKS
+    times = {"data": [0.1] * number, "forward": [1.0 + rank / 1000 for rank in range(number)]}
+    # Time in collectives is not a rank's own.
+    times["waiting"] = [9.0] + [0.0] * (number - 1)
+    text = rank_seconds([{"rank_seconds": times}])
+    assert "<td>127</td><td>0.1000</td><td>1.1270</td>" in text
+    assert "<td>0</td>" not in text
+    assert f"The {MOST_RANKS} of {number} ranks" in text
+    few = rank_seconds([{"rank_seconds": {kind: each[:3] for kind, each in times.items()}}])
+    assert few.index("<td>0</td>") < few.index("<td>2</td>")

@@ -17,6 +17,7 @@ from statistics import fmean, median
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import yaml
 
 from hp_trainer._files import read_plain_text, write_atomically
@@ -255,7 +256,7 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-# Most ranks that the picture of a layout shows.
+# Most ranks that the picture of a layout and the table of times show.
 MOST_RANKS = 64
 
 
@@ -333,7 +334,8 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
 def slow_ranks(events: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return a row for each time in which ranks were slow: who, from and to which step, how slow at most, in what."""
     found: dict[tuple[tuple[int, ...], int], list[Any]] = {}
-    for event in events:
+    # Ranks remain named until the next exchange of times, which says of the steps up to it whether they were slow.
+    for event in (each for each in events if each.get("rank_seconds")):
         for each in event.get("stragglers", ()):
             ranks, since, factor = tuple(each["ranks"]), each["since"], each["factor"]
             who = ", ".join(map(str, ranks)) + ("" if each["node"] is None else f" (node {each['node']})")
@@ -343,18 +345,24 @@ def slow_ranks(events: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def rank_seconds(events: Sequence[dict[str, Any]]) -> str:
-    """Return the HTML of the times of each rank by kind; empty where they were not measured."""
+    """Return the HTML of the times of each rank by kind; empty where they were not measured.
+
+    Of many ranks it shows those with most time of their own, the slowest first.
+    """
     measured = [event["rank_seconds"] for event in events if event.get("rank_seconds")]
     if not measured:
         return ""
     # A resumed run may have another number of ranks.
     measured = [each for each in measured if len(each["data"]) == len(measured[-1]["data"])]
-    kinds = list(measured[-1])
-    rows = [
-        [rank, *(f"{median(each[kind][rank] for each in measured):.4f}" for kind in kinds)]
-        for rank in range(min(MOST_RANKS, len(measured[-1]["data"])))
-    ]
-    return table(rows, ["rank", *kinds])
+    kinds, number = list(measured[-1]), len(measured[-1]["data"])
+    medians = {kind: np.median([each[kind] for each in measured], axis=0) for kind in kinds}
+    shown, more = list(range(number)), ""
+    if number > MOST_RANKS:
+        own = sum(seconds for kind, seconds in medians.items() if kind != "waiting")
+        shown = np.argsort(-own, kind="stable")[:MOST_RANKS].tolist()
+        more = f"<p>The {MOST_RANKS} of {number:,} ranks with most time of their own.</p>"
+    rows = [[rank, *(f"{medians[kind][rank]:.4f}" for kind in kinds)] for rank in shown]
+    return table(rows, ["rank", *kinds]) + more
 
 
 # Settings that differ in every run.

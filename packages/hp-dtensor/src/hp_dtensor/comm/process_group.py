@@ -73,6 +73,18 @@ class GatheredBytes:
         return self.data
 
 
+@dataclass(frozen=True, slots=True)
+class _CountedBytes:
+    """A running all-gather of bytes whose `wait` counts as time in which the group's rank waits."""
+
+    pending: PendingBytes
+    group: ProcessGroup
+
+    def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
+        with self.group._waiting():
+            return self.pending.wait(timeout_seconds)
+
+
 def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
     """Record the collectives that this rank (thread) starts inside the block.
 
@@ -249,7 +261,12 @@ class ProcessGroup(ABC):
         can run at once. On MindSpore's CPU it is finished when this returns.
         """
         self._count("all_gather_bytes")
-        return GatheredBytes([data]) if self.size == 1 else self._start_all_gather_bytes(data)
+        if self.size == 1:
+            return GatheredBytes([data])
+        # Some backends gather before they return.
+        with self._waiting():
+            pending = self._start_all_gather_bytes(data)
+        return _CountedBytes(pending, self)
 
     def barrier(self) -> None:
         """Wait until every rank of the group has called this."""
