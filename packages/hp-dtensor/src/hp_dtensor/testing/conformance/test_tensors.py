@@ -77,7 +77,7 @@ def test_other_dtypes_are_their_own_bits(hp_platform: Platform) -> None:
 
 
 # Column-major, negative strides (which `torch.from_numpy` refuses), and strides of 0 in read-only memory.
-@pytest.mark.parametrize("array", [np.arange(6.0).reshape(2, 3).T, np.arange(6.0)[::-2], np.broadcast_to(2.0, (2, 3))])
+@pytest.mark.parametrize("array", [np.arange(6).reshape(2, 3).T, np.arange(6)[::-2], np.broadcast_to(2, (2, 3))])
 def test_arrays_of_any_layout_come_in(hp_platform: Platform, array: np.ndarray) -> None:
     assert_values(hp_platform, hp_platform.from_numpy(array), array)
 
