@@ -89,7 +89,7 @@ KILLED = {
     ),
 }
 KILLS_OF_A_JOB, STEPS_BETWEEN = 12, 3
-_DIED = re.compile(r"rank (\d+) of \d+ has died \(SIGKILL\); another process takes its place")
+_DIED = re.compile(r"rank (\d+) of \d+ has died \(SIGKILL\); (?:another process takes its place|all ranks start again)")
 START_SECONDS, END_SECONDS = 180, 240
 
 
@@ -359,20 +359,7 @@ def be_killed(
     ranks.clear()
     shared = set(os.listdir("/dev/shm"))
     process = ranks.start(*settings, "--training.steps=1000000")
-    ranks.wait_for_step(1, process)
-    started, first, sockets = time.monotonic(), ranks.newest_step(), set[str]()
-    for _ in range(KILLS_OF_A_JOB):
-        if counts.pause is None:
-            time.sleep(random_.random() * 0.5)
-        else:
-            time.sleep(counts.pause)
-        sockets |= ranks.listening()
-        ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
-        running = [pid for pid in ranks.processes() if pid != process.pid]
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(random_.choice(running), signal.SIGKILL)
-    ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
-    seconds, num_steps = time.monotonic() - started, ranks.newest_step() - first
+    seconds, num_steps, sockets = kill_at_random(ranks, process, counts.pause, random_)
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     code, errors = ranks.finish(process)
@@ -380,19 +367,8 @@ def be_killed(
     for rank in died:
         counts.deaths[rank] = counts.deaths.get(rank, 0) + 1
     ranks.expect((code, errors), 128 + signal.SIGTERM)
-    losses = ranks.losses(None)
-    if len(losses) > len(undisturbed[name].losses):
-        run, ranks.run = ranks.run, ranks.run.with_name("undisturbed")
-        longer = train_undisturbed(ranks, settings, len(losses))
-        ranks.clear()
-        ranks.run = run
-        assert longer is not None
-        undisturbed[name] = longer
-    if losses != undisturbed[name].losses[: len(losses)]:
-        raise Failure("other losses than without deaths")
-    if left := ranks.half_written():
-        raise Failure(f"left behind: {left}")
-    if left := [*(sockets & listening_sockets()), *left_in_shared_memory(shared)]:
+    undisturbed[name] = expect_undisturbed(ranks, undisturbed[name], settings)
+    if left := [*ranks.half_written(), *(sockets & listening_sockets()), *left_in_shared_memory(shared)]:
         raise Failure(f"left behind: {left}")
     counts.survived += len(died)
     useful = num_steps * undisturbed[name].seconds
@@ -403,6 +379,42 @@ def be_killed(
     )
     print(counts.lines[-1], flush=True)
     return SAME
+
+
+def kill_at_random(
+    ranks: Ranks, process: subprocess.Popen[str], pause: float | None, random_: random.Random
+) -> tuple[float, int, set[str]]:
+    """Kill processes of a job; return the seconds and the steps meanwhile, and the listening sockets seen.
+
+    Args:
+        pause: seconds between two kills; None: some steps.
+    """
+    ranks.wait_for_step(1, process)
+    started, first, sockets = time.monotonic(), ranks.newest_step(), set[str]()
+    for _ in range(KILLS_OF_A_JOB):
+        time.sleep(random_.random() * 0.5 if pause is None else pause)
+        sockets |= ranks.listening()
+        ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
+        running = [pid for pid in ranks.processes() if pid != process.pid]
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(random_.choice(running), signal.SIGKILL)
+    ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
+    return time.monotonic() - started, ranks.newest_step() - first, sockets
+
+
+def expect_undisturbed(ranks: Ranks, undisturbed: Undisturbed, settings: tuple[str, ...]) -> Undisturbed:
+    """Compare the losses with those of an undisturbed run, and return it; it is trained again if it is shorter."""
+    losses = ranks.losses(None)
+    if len(losses) > len(undisturbed.losses):
+        run, ranks.run = ranks.run, ranks.run.with_name("undisturbed")
+        longer = train_undisturbed(ranks, settings, len(losses))
+        ranks.clear()
+        ranks.run = run
+        assert longer is not None
+        undisturbed = longer
+    if losses != undisturbed.losses[: len(losses)]:
+        raise Failure("other losses than without deaths")
+    return undisturbed
 
 
 def listening_sockets() -> set[str]:
