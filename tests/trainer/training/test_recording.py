@@ -116,6 +116,11 @@ def test_modules_without_recorded_operations_are_refused(lab: Lab, torch_suffice
         run = lab.start(name, {"pp": 2}, **RECORDED, training__record_operations=f"[{name}]")
         with pytest.raises(LaunchError, match=message):
             run_ranks(train_rank, 2, lab.platform, run, lab.platform)
+    # All names that cannot be recorded are reported at once.
+    several = RECORDED | {"training__record_operations": "[layers.1.atention,layers.1.moe,layers.1.moe.experts]"}
+    run = lab.start("several", {"pp": 2}, **several)
+    with pytest.raises(LaunchError, match=r"'layers\.1\.atention'.*\n.*'layers\.1\.moe\.experts' cannot"):
+        run_ranks(train_rank, 2, lab.platform, run, lab.platform)
     # A rank of a pipeline has the modules of its stages only.
     lab.run("both stages", {"pp": 2}, 2, **RECORDED, training__record_operations="[layers.0.attention,layers.1.moe]")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,7 @@ from hp_dtensor.parallel.attention import SequenceSharding
 from hp_moe import LoadMetrics
 from hp_trainer._coordination import all_ranks, coordinator
 from hp_trainer.exceptions import TrainingError
-from hp_trainer.models.decoder import DecoderConfig
-from hp_trainer.models.hugging_face.reference import TransformersConfig, reference_views
+from hp_trainer.models.hugging_face.reference import views_of_model
 from hp_trainer.run import RunFolder
 from hp_trainer.training.setup import RankSetup
 
@@ -41,7 +40,9 @@ class StepRecorder:
         self._first_row = 0
         self._check_operations()
         # hp-dtensor 0.1.1 has no views.
-        views: dict[str, Any] = {} if (found := _views(setup)) is None else {"views": found}
+        views: dict[str, Any] = (
+            {} if (found := views_of_model(setup.config.model.options, setup.platform)) is None else {"views": found}
+        )
         self._recorder = Recorder(
             setup.model,
             setup.platform,
@@ -88,18 +89,9 @@ class StepRecorder:
         # A rank of a pipeline has the modules of its stages only.
         of_ranks = all_ranks(self._world.all, "reading training.record_operations", own, TrainingError)
         known = list(dict.fromkeys(name for each in of_ranks for name in each))
-        for name in chosen:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
-                raise TrainingError(
-                    f"training.record_operations: the model has no module {name!r}; expected names such as "
-                    f"{', '.join(near)}"
-                )
-            if not _is_in_order(name):
-                raise TrainingError(
-                    f"training.record_operations: {name!r} cannot be recorded, since the rows of experts have an order "
-                    f"of their own on each rank; expected the module around them, {name.partition('.experts')[0]!r}"
-                )
+        problems = [problem for name in chosen if (problem := _operation_problem(name, known)) is not None]
+        if problems:
+            raise TrainingError("\n".join(f"training.record_operations: {problem}" for problem in problems))
 
     def _read_reference(self, path: str) -> int:
         """Read the reference, and return its last step."""
@@ -221,15 +213,18 @@ def _is_in_order(name: str) -> bool:
     return bool(name) and "experts" not in name.split(".")
 
 
-def _views(setup: RankSetup) -> Callable[[str, Any], Mapping[str, Any]] | None:
-    """Return the decoder's tensors within parameters of transformers, which stores some of them as one."""
-    options = setup.config.model.options
-    if not isinstance(options, TransformersConfig):
-        return None
-    folder = Path(options.path)
-    of_decoder, _ = DecoderConfig.read_directory(folder)
-    # The decoder may not know the architecture, which can be trained nevertheless.
-    return reference_views(folder, DecoderConfig(**of_decoder), setup.platform) if of_decoder else None
+def _operation_problem(name: str, known: Sequence[str]) -> str | None:
+    """Return the reason why a module's operations cannot be recorded, given the names that the model has."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4) or known[:3]
+        return f"the model has no module {name!r}; expected names such as {', '.join(near)}"
+    if not _is_in_order(name):
+        around = name.partition(".experts")[0]
+        return (
+            f"{name!r} cannot be recorded, since the rows of experts have an order of their own on each rank; expected "
+            f"the module around them, {around!r}"
+        )
+    return None
 
 
 def _about(setup: RankSetup) -> dict[str, Any]:

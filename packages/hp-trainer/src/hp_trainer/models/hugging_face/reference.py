@@ -11,13 +11,13 @@ from pydantic import Field
 
 from hp_dtensor.debug.recording import OPERATION
 from hp_trainer.config import section
+from hp_trainer.models.decoder import DecoderConfig
 from hp_trainer.models.hugging_face.architectures import read_architecture
 from hp_trainer.models.hugging_face.tensor_map import Piece, build_tensor_map
 
 if TYPE_CHECKING:
     from hp_dtensor.debug import Recording
     from hp_dtensor.platform.interface import Platform
-    from hp_trainer.models.decoder import DecoderConfig
 
 Tensor = Any
 
@@ -78,6 +78,21 @@ def reference_views(
         }
 
     return views
+
+
+def views_of_model(options: object, platform: Platform) -> Callable[[str, Tensor], dict[str, Tensor]] | None:
+    """Return `reference_views` of a model that transformers computes; None of others.
+
+    It is None too where the decoder does not know the architecture, which can be trained nevertheless.
+
+    Args:
+        options: `model` of the configuration.
+    """
+    if not isinstance(options, TransformersConfig):
+        return None
+    folder = Path(options.path)
+    of_decoder, _ = DecoderConfig.read_directory(folder)
+    return reference_views(folder, DecoderConfig(**of_decoder), platform) if of_decoder else None
 
 
 def _pieces(folder: Path, options: DecoderConfig) -> Iterator[tuple[str, Piece]]:
