@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hp_dtensor.launch.fork_server import RECORDS, ForkServer, environment_of
+from hp_dtensor.platform.selection import get_platform
 
 pytestmark = pytest.mark.real_ranks
 
@@ -28,7 +29,8 @@ print(json.dumps({
     "input": sys.stdin.read(), "numbers": [random.random(), numpy.random.rand()], "frameworks":
     [name for name in ("torch", "mindspore") if name in sys.modules], "threads": len(os.listdir("/proc/self/task")),
     "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-    "ignored": [int(each) for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) is signal.SIG_IGN],
+    "ignored": [int(each) for each in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    if signal.getsignal(each) is signal.SIG_IGN],
     "files": [int(each) for each in os.listdir("/proc/self/fd")],
 }))
 os.environ["B"] = "changed"
@@ -85,6 +87,38 @@ def test_files_are_passed_by_number(fork_server):
     assert os.read(reading, 10) == b""
     os.close(reading)
     assert process.wait(100) == 0
+
+
+def test_files_with_high_numbers_are_passed(fork_server, tmp_path):
+    with (tmp_path / "written").open("w+b") as file:
+        for number in range(500, 505):
+            os.dup2(file.fileno(), number)
+            code = "import os, sys; os.write(int(sys.argv[1]), b'!'); os._exit(0)"
+            assert start(fork_server, code, str(number), pass_fds=[number]).wait(100) == 0
+            os.close(number)
+        # All have written at one position, that of this file.
+        assert os.pread(file.fileno(), 10, 0) == b"!" * 5
+
+
+def test_a_killed_process_loses_no_output(fork_server):
+    code = """
+        import os, signal, sys
+        print("all", end="")
+        print("of it", end="", file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    process = fork_server.popen([sys.executable, "-u", "-c", textwrap.dedent(code)], **pipes)
+    assert process.communicate(timeout=100) == (b"all", b"of it")
+
+
+def test_ignored_signals_stay_ignored(fork_server):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert about(fork_server)["ignored"] == [signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert about(fork_server)["ignored"] == []
 
 
 @pytest.mark.parametrize(("code", "expected"), [
@@ -223,13 +257,16 @@ def test_the_server_ends_with_its_client_and_its_processes_go_on(hp_platform):
 
 
 def test_ranks_of_a_pool_differ_in_nothing_but_their_place(rank_pool, hp_platform):
-    found = rank_pool(2).run(place)
+    found = rank_pool(2).run(place, hp_platform.name)
     assert [rank for rank, *_ in found] == ["0", "1"]
-    assert {parent for _, parent, _ in found} == {os.getpid()}
-    assert len({number for *_, number in found}) == 2
+    assert {parent for _, parent, *_ in found} == {os.getpid()}
+    for numbers in list(zip(*found, strict=True))[2:]:
+        assert len(set(numbers)) == 2
 
 
-def place() -> tuple[str, int, float]:
+def place(platform: str) -> tuple[str, int, float, float]:
     import numpy
 
-    return os.environ["RANK"], os.getppid(), float(numpy.random.rand())
+    ours = get_platform(platform)
+    (drawn,) = ours.to_numpy(ours.random("uniform", (1,), ours.dtype("float32")))
+    return os.environ["RANK"], os.getppid(), float(numpy.random.rand()), float(drawn)

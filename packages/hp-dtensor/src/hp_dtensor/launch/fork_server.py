@@ -3,10 +3,11 @@
 A new interpreter takes two to four seconds of a core to import a framework, a fork some milliseconds. The local ranks
 of `hp-train`, and the ranks and commands of tests, are therefore forked. A forked process has its own environment,
 arguments, folder, files, session and random numbers, and is a child of the process that requested it. It differs from
-a new one in three things: its modules are imported already, all processes of a server have one seed of hashes, and
-`/proc/PID/environ` shows the server's environment (`environment_of` returns its own). Nothing is forked on an
-accelerator, whose driver does not survive a fork, if the imports have started threads, which a fork does not have, or
-if variables that the imports read, such as OMP_NUM_THREADS, differ from the server's.
+a new one in three things: its modules were imported before it had an environment (`RANK`), all processes of a server
+have one seed of hashes, and `/proc/PID/environ` shows the server's environment (`environment_of` returns its own).
+
+Nothing is forked on an accelerator, whose driver does not survive a fork, if the imports have started threads, which a
+fork does not have, or if variables that the imports read, such as OMP_NUM_THREADS, differ from the server's.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import pickle
 import runpy
+import secrets
 import signal
 import socket
 import subprocess
@@ -30,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from hp_dtensor.launch import local_ranks
 from hp_dtensor.launch.environment import threads_of_rank
@@ -50,7 +54,6 @@ _START = (
 _READY = b"ready"
 _LARGEST_REQUEST = 1 << 20
 _MOST_FILES = 16
-_HIGH_FD = 500  # above the numbers of files that requests name
 _PR_SET_CHILD_SUBREAPER = 36
 # Libraries read these while they are imported, so a process that wants other values cannot be forked.
 _READ_BY_IMPORTS = tuple("OMP_ MKL_ KMP_ GOMP_ GLOG_ MS_ LD_ PYTHON HP_DEVICE HP_BACKEND".split())
@@ -65,6 +68,7 @@ class _Request:
     Attributes:
         numbers: those of its files.
         blocked: numbers of its blocked signals.
+        ignored: numbers of its ignored signals, such as SIGHUP under nohup.
     """
 
     option: str
@@ -76,6 +80,7 @@ class _Request:
     folder: str
     numbers: tuple[int, ...]
     blocked: tuple[int, ...]
+    ignored: tuple[int, ...]
 
 
 class ForkServer:
@@ -122,21 +127,25 @@ class ForkServer:
     def close(self) -> None:
         """End the server. Processes that it has forked go on."""
         if self._socket is not None:
+            # `close` alone ends nothing while a fork of this process has the same socket.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
             self._socket.close()
-        elif self._process is not None and not self._refused:
-            # `is_ready` was interrupted, and the server still imports modules.
+        elif self._process is not None:
+            # It still imports modules, as `is_ready` was interrupted, or waits for threads that they have started.
             self._process.kill()
         if self._process is not None:
             self._process.wait()
 
     def request(self, request: _Request, files: Sequence[int]) -> int | None:
         """Return the number of a new child of this process, or None if the server has died."""
-        with self._lock, _adopting():
+        with self._lock:
             try:
                 if self._socket is None:
                     raise BrokenPipeError
-                socket.send_fds(self._socket, [pickle.dumps(request)], files)
-                number = self._socket.recv(64)
+                with _adopting():
+                    socket.send_fds(self._socket, [pickle.dumps(request)], files)
+                    number = self._socket.recv(64)
             except OSError:
                 number = b""
             if not number:
@@ -204,6 +213,9 @@ def forked_ranks(platform: str, num_ranks: int, modules: Sequence[str]) -> Itera
 
     Its value is False if this is not possible; `launch` then starts an interpreter for each rank.
     """
+    if sys.platform != "linux":
+        yield False
+        return
     if local_ranks.start_process is not subprocess.Popen:
         # This process was forked itself, and its server forks the ranks, too.
         yield True
@@ -261,6 +273,7 @@ class _ForkedProcess(subprocess.Popen[Any]):
             os.fspath(cwd or os.getcwd()),
             (0, 1, 2, *pass_fds),
             tuple(int(number) for number in blocked),
+            tuple(int(number) for number in _IGNORED if signal.getsignal(number) == signal.SIG_IGN),
         )
         pid = self._server.request(request, [*standard, *pass_fds])
         if pid is None:
@@ -295,6 +308,7 @@ class _Imported:
     environment: dict[str, str]
     path: tuple[str, ...]
     added: dict[str, str]
+    selected: Platform
 
 
 def main(fd: int, platform: str, modules: list[str], parent: int, parent_is_main_thread: bool) -> None:
@@ -333,7 +347,7 @@ def main(fd: int, platform: str, modules: list[str], parent: int, parent_is_main
     gc.collect()
     gc.freeze()
     channel.send(_READY)
-    _serve(channel, _Imported(platform, environment, path, added))
+    _serve(channel, _Imported(platform, environment, path, added, selected))
 
 
 def _serve(channel: socket.socket, imported: _Imported) -> NoReturn:
@@ -354,6 +368,7 @@ def _serve(channel: socket.socket, imported: _Imported) -> NoReturn:
     if request.option != "-c":
         # A command may start ranks. They are forked from this state, not from that of the command later.
         local_ranks.start_process = ForkServer.beside(imported, request.numbers[3:]).popen
+    _seed(imported.selected)
     _run(request)
 
 
@@ -373,7 +388,7 @@ def _fork_orphan(channel: socket.socket, request: _Request) -> bool:
         while os.getppid() == between:
             time.sleep(0.0005)
         os.setsid()
-        for signum in _IGNORED:
+        for signum in set(_IGNORED) - set(request.ignored):
             signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, request.blocked)
         os.write(writing, str(os.getpid()).encode())
@@ -393,7 +408,7 @@ def _fork_orphan(channel: socket.socket, request: _Request) -> bool:
 def _become(request: _Request, files: Sequence[int], imported: _Imported) -> None:
     """Give this forked process what a new one has of its own."""
     # Two steps, since one file may have been received under the number that another one gets.
-    high = [os.dup2(fd, _HIGH_FD + i) for i, fd in enumerate(files)]
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(request.numbers) + 1) for fd in files]
     for fd in files:
         os.close(fd)
     for fd, number in zip(high, request.numbers, strict=True):
@@ -409,10 +424,21 @@ def _become(request: _Request, files: Sequence[int], imported: _Imported) -> Non
     importlib.invalidate_caches()
     sys.argv[:] = [request.option or request.program, *request.arguments]
     if request.unbuffered:
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout, sys.stderr = _unbuffered(sys.stdout), _unbuffered(sys.stderr)
     # An interpreter that ends without having collected the imported modules would report them as leaked (nanobind).
     atexit.register(gc.unfreeze)
-    # Python's own random numbers start anew in a forked process, NumPy's do not.
+
+
+def _unbuffered(stream: TextIO) -> TextIO:
+    """Return a stream to the same file that writes at once, as with -u. A process that is killed loses no output."""
+    # `reconfigure(write_through=True)` is not enough: it writes to a buffer of bytes.
+    raw = open(stream.fileno(), "wb", buffering=0, closefd=False)  # noqa: SIM115
+    return io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)
+
+
+def _seed(platform: Platform) -> None:
+    """Give this process random numbers of its own. Python's `random` has them after a fork, others have not."""
+    platform.manual_seed(secrets.randbits(63))
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
 
@@ -481,7 +507,8 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 def _adopting() -> Iterator[None]:
     """Context in which this process becomes the parent of orphans among its descendants."""
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1):
+        raise OSError("this system does not let a process adopt orphans")
     try:
         yield
     finally:

@@ -186,6 +186,8 @@ class ReplacedRanks(LocalRanks):
                 self._kill(self._processes[rank])
             for rank in sorted(fresh):
                 self._respawn(self._processes[rank])
+            # A stop signal may have come while no rank was there to get it.
+            self._check()
             self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
             dead = self._await(number, Left, fresh, seconds)
             if dead:
