@@ -104,24 +104,32 @@ def test_every_shape(platform: Platform, shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(found.values, expected(x), rtol=0, atol=1e-10)
 
 
-def test_half_precision_is_accumulated_in_a_wide_dtype(platform: Platform) -> None:
+@pytest.fixture(params=[True, False], ids=["NumPy", "platform"])
+def digester(request: pytest.FixtureRequest, platform: Platform) -> Digester:
+    return Digester(platform, on_host=request.param)
+
+
+def test_half_precision_is_accumulated_in_a_wide_dtype(platform: Platform, digester: Digester) -> None:
     x = values((300, 40)).astype(np.float16)
     region = Region.of(x.shape, [np.arange(300), np.arange(40)])
-    found = platform.to_numpy(Digester(platform).local(platform.from_numpy(x), region))
+    found = platform.to_numpy(digester.local(platform.from_numpy(x), region))
     np.testing.assert_allclose(found, expected(x), rtol=0, atol=1e-9)
 
 
-def test_chunks_add_up(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hp_dtensor.debug.digest._CHUNK", {"cpu": 16})
-    x = values((5, 4, 7))
+@pytest.mark.parametrize("shape", [(), (9,), (0, 3), (5, 4, 7)])
+def test_chunks_add_up(
+    platform: Platform, digester: Digester, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(digester, "_chunk", 16)
+    x = values(shape)
     region = Region.of(x.shape, [np.arange(n) for n in x.shape])
-    found = platform.to_numpy(Digester(platform).local(platform.from_numpy(x), region))
+    found = platform.to_numpy(digester.local(platform.from_numpy(x), region))
     np.testing.assert_allclose(found, expected(x), rtol=0, atol=1e-10)
 
 
-def test_rows_in_any_order_and_micro_batches_add_up(platform: Platform) -> None:
+def test_rows_in_any_order_and_micro_batches_add_up(platform: Platform, digester: Digester) -> None:
     x = values((6, 8, 3))
-    digester, total = Digester(platform), np.zeros(LENGTH)
+    total = np.zeros(LENGTH)
     for rows in ([4, 0], [5, 1, 2, 3]):
         for positions in ([0, 1, 6, 7], [2, 3, 4, 5]):
             local = np.ascontiguousarray(x[rows][:, positions])

@@ -91,17 +91,42 @@ def summand_of_spec(spec: TensorSpec) -> int:
     return number
 
 
-class Digester:
-    """Computes digests of local tensors on their device, with vectors that are built once per region."""
+class _HostOps:
+    """The operations of a digest on arrays. Those of a framework can take milliseconds on a CPU, as MindSpore's do."""
 
-    def __init__(self, platform: Platform) -> None:
+    add, mul, matmul, square, sum = np.add, np.multiply, np.matmul, np.square, np.sum
+    reshape, cat = staticmethod(np.reshape), staticmethod(np.concatenate)
+
+    @staticmethod
+    def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        return x.astype(dtype)
+
+    @staticmethod
+    def linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x @ weight.T
+
+    @staticmethod
+    def narrow(x: np.ndarray, dim: int, start: int, length: int) -> np.ndarray:
+        return x[(slice(None),) * dim + (slice(start, start + length),)]
+
+
+class Digester:
+    """Computes digests of local tensors, with vectors that are built once per region.
+
+    Args:
+        on_host: compute in NumPy; False: by the platform, on the tensor's device; None: in NumPy on a CPU.
+    """
+
+    def __init__(self, platform: Platform, on_host: bool | None = None) -> None:
         self._platform = platform
+        self._is_host = platform.device_types[0] == "cpu" if on_host is None else on_host
+        self._ops: Any = _HostOps if self._is_host else platform.ops
         # float64 where the device has fast enough units for it; elsewhere errors of float32 sums are part of a digest.
         wide = "float64" if platform.device_types[0] in ("cpu", "cuda") else "float32"
-        self._dtype = platform.dtype(wide)
         self.host_dtype = np.dtype(wide)
+        self._dtype = self.host_dtype if self._is_host else platform.dtype(wide)
         self._chunk = _CHUNK.get(platform.device_types[0], _CHUNK_OF_DEVICES)
-        self._vectors: dict[Hashable, tuple[Tensor, ...]] = {}
+        self._vectors: dict[Hashable, tuple[Any, ...]] = {}
 
     def local(self, x: Tensor, region: Region) -> Tensor:
         """Return the digest of a plain local tensor: `LENGTH` numbers on its device.
@@ -109,33 +134,55 @@ class Digester:
         Args:
             x: floating-point, of any shape with the number of elements of the region.
         """
-        platform, ops = self._platform, self._platform.ops
+        platform = self._platform
+        device = platform.device_of(x)
         rows, columns = _rows_and_columns([len(each) for each in region.indices])
         with platform.no_grad():
             if not rows * columns:
-                return platform.zeros((LENGTH,), self._dtype, platform.device_of(x))
-            x = ops.reshape(platform.detach(x), (rows, columns))
-            factors, groups, of_columns, group_columns, first = self._of_region(region, platform.device_of(x))
-            step = max(1, self._chunk // columns)
-            total = None
-            for start in range(0, rows, step):
-                part = slice(start, min(start + step, rows))
-                wide = ops.cast(ops.narrow(x, 0, start, part.stop - start), self._dtype)
-                one = rows <= step
-                chosen = factors if one else ops.narrow(factors, 0, start, part.stop - start)
-                grouped = groups if one else ops.narrow(groups, 1, start, part.stop - start)
-                # [1 + buckets of leading dimensions, projections + 1]
-                sums = ops.matmul(grouped, ops.mul(ops.linear(wide, of_columns), chosen))
-                lead = first if one else ops.narrow(first, 1, start, part.stop - start)
-                last = ops.matmul(ops.matmul(lead, wide), group_columns)
-                squares = ops.reshape(ops.sum(ops.square(wide)), (1,))
-                found = ops.cat([ops.reshape(sums, (-1,)), ops.reshape(last, (-1,)), squares], 0)
-                total = found if total is None else ops.add(total, found)
-            return self._arranged(total, len(region.shape))
+                found = self._zeros(LENGTH, device)
+            else:
+                sums = self._sums(self._plain(x), rows, columns, self._of_region(region, device))
+                found = self._arranged(sums, len(region.shape), device)
+            return platform.from_numpy(found, device) if self._is_host else found
 
-    def _arranged(self, found: Tensor, ndim: int) -> Tensor:
-        """Return the sums of `local` in the layout of a digest."""
-        ops, width = self._platform.ops, PROJECTIONS + 1
+    def _plain(self, x: Tensor) -> Any:
+        """Return what the operations of a digest take: the tensor without its history, or an array."""
+        platform = self._platform
+        x = platform.detach(x)
+        if not self._is_host:
+            return x
+        # NumPy has no bfloat16.
+        is_float = platform.dtype_name(x.dtype) in ("float32", "float64")
+        return platform.to_numpy(x if is_float else platform.ops.cast(x, platform.dtype("float32")))
+
+    def _sums(self, x: Any, rows: int, columns: int, vectors: tuple[Any, ...]) -> Any:
+        """Return the sums of a digest in a row: those by the groups of rows, by the last dimension, and of squares."""
+        ops = self._ops
+        x = ops.reshape(x, (rows, columns))
+        factors, groups, of_columns, group_columns, first = vectors
+        step = max(1, self._chunk // columns)
+        total = None
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            wide = ops.cast(ops.narrow(x, 0, start, part.stop - start), self._dtype)
+            one = rows <= step
+            chosen = factors if one else ops.narrow(factors, 0, start, part.stop - start)
+            grouped = groups if one else ops.narrow(groups, 1, start, part.stop - start)
+            # [1 + buckets of leading dimensions, projections + 1]
+            sums = ops.matmul(grouped, ops.mul(ops.linear(wide, of_columns), chosen))
+            lead = first if one else ops.narrow(first, 1, start, part.stop - start)
+            last = ops.matmul(ops.matmul(lead, wide), group_columns)
+            squares = ops.reshape(ops.sum(ops.square(wide)), (1,))
+            found = ops.cat([ops.reshape(sums, (-1,)), ops.reshape(last, (-1,)), squares], 0)
+            total = found if total is None else ops.add(total, found)
+        return total
+
+    def _zeros(self, length: int, device: Any) -> Any:
+        return np.zeros(length, self._dtype) if self._is_host else self._platform.zeros((length,), self._dtype, device)
+
+    def _arranged(self, found: Any, ndim: int, device: Any) -> Any:
+        """Return the sums of `_sums` in the layout of a digest."""
+        ops, width = self._ops, PROJECTIONS + 1
         leading = max(0, min(ndim - 1, BUCKETED_DIMS - 1)) * BUCKETS
         size = (1 + leading) * width
         sums = ops.reshape(ops.narrow(found, 0, 0, size), (1 + leading, width))
@@ -143,20 +190,17 @@ class Digester:
         buckets = ops.reshape(ops.narrow(ops.narrow(sums, 0, 1, leading), 1, 0, 1), (leading,))
         last = ops.narrow(found, 0, size, BUCKETS)
         squares = ops.narrow(found, 0, size + BUCKETS, 1)
-        length = LENGTH - PROJECTIONS - 2 - leading - BUCKETS
-        unused = self._platform.zeros((length,), self._dtype, self._platform.device_of(found))
+        unused = self._zeros(LENGTH - PROJECTIONS - 2 - leading - BUCKETS, device)
         return ops.cat([totals, squares, buckets, last, unused], 0)
 
-    def _of_region(self, region: Region, device: Any) -> tuple[Tensor, ...]:
+    def _of_region(self, region: Region, device: Any) -> tuple[Any, ...]:
         key = (region.key, str(device))
         if key not in self._vectors:
             if len(self._vectors) > 256:
                 # Packed documents have another region in every batch.
                 self._vectors.clear()
-            arrays = _vectors(region)
-            self._vectors[key] = tuple(
-                self._platform.from_numpy(np.ascontiguousarray(each, self.host_dtype), device) for each in arrays
-            )
+            arrays = [np.ascontiguousarray(each, self.host_dtype) for each in _vectors(region)]
+            self._vectors[key] = tuple(x if self._is_host else self._platform.from_numpy(x, device) for x in arrays)
         return self._vectors[key]
 
 
