@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hugging_face_models import write_model
-from injected_faults import RECORDED
+from injected_faults import RECORDED, on_gradient
 from training_runs import CONFIG, Lab, train_rank
 
 from hp_dtensor.debug import Comparison, Digest, Event, Recording, compare
@@ -22,6 +21,7 @@ from hp_trainer.cli import diff, main
 from hp_trainer.config import load_config
 from hp_trainer.plugins import registries
 from hp_trainer.run import create_run
+from hp_trainer.training import Trainer
 
 
 @pytest.fixture
@@ -29,10 +29,8 @@ def trained(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Sides train on simulated ranks of this process; the settings of each run."""
     runs: list[tuple[str, ...]] = []
 
-    def record(side: diff.Side, folder: Path, steps: int, perturbation: float = 0.0, operations: Any = ()) -> Recording:
-        settings = [*side.overrides, ("training.record_steps", str(steps)), ("training.record_only", "true")]
-        settings += [("training.record_operations", json.dumps(list(operations)))]
-        settings += [("training.perturb_weights", repr(perturbation))]
+    def record(side: diff.Side, folder: Path, steps: int, more: Any = ()) -> Recording:
+        settings = [*side.overrides, ("training.record_steps", str(steps)), ("training.record_only", "true"), *more]
         runs.append(tuple(f"{name}={value}" for name, value in settings))
         config = load_config(side.config, settings, registered=registries()).config
         run = create_run(folder, config)
@@ -81,6 +79,9 @@ def test_a_difference_has_exit_code_1_and_a_picture(config: str, trained: Any, c
     out = capsys.readouterr().out
     assert "different from step 1, update of embed.weight on" in out
     assert "B is 0.2 times A" in out
+    assert "elements differ by more than rounding" in out
+    # Only a run that narrows gets its settings, which older versions do not know.
+    assert ["record_elements=weights embed.weight" in str(run) for run in trained] == [False] * 3 + [True] * 2
     assert "within  not narrowed: computed after forward and backward" in out
     assert "<svg" in picture.read_text()
 
@@ -98,10 +99,10 @@ def test_a_failing_run_for_operations_leaves_the_comparison(
 ) -> None:
     record = diff.Side.record
 
-    def failing(side: diff.Side, folder: Path, steps: int, unit: float = 0.0, operations: Any = ()) -> Recording:
-        if operations:
+    def failing(side: diff.Side, folder: Path, steps: int, more: Any = ()) -> Recording:
+        if "training.record_operations" in dict(more):
             raise RecordingError("B ended with exit code 1:\nout of memory")
-        return record(side, folder, steps, unit)
+        return record(side, folder, steps, more)
 
     monkeypatch.setattr(diff.Side, "record", failing)
     words = ["--steps=1", "--b.model.rms_norm_eps=1e-2", f"--record={tmp_path / 'a.gz'}"]
@@ -110,23 +111,6 @@ def test_a_failing_run_for_operations_leaves_the_comparison(
     assert "different from step 1, forward of layers.0.attention_norm" in out
     assert "within  not narrowed: B ended with exit code 1:\nout of memory" in out
     assert (tmp_path / "a.gz").is_file()
-
-
-def test_only_a_run_for_operations_gets_their_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """hp-train 0.1.0 does not know it."""
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **options: Any) -> Any:
-        commands.append(command)
-        raise OSError("no process")
-
-    monkeypatch.setattr(diff.subprocess, "run", run)
-    side = diff.Side(tmp_path / "run.yaml", (), "python")
-    for operations in ((), ("head",)):
-        with pytest.raises(RecordingError):
-            side.record(tmp_path, 1, operations=operations)
-    first, second = (any("record_operations" in word for word in command) for command in commands)
-    assert (first, second) == (False, True)
 
 
 @pytest.mark.usefixtures("torch_suffices")
@@ -191,6 +175,30 @@ def test_a_difference_in_a_stacked_weight_of_transformers_is_found(
     out = capsys.readouterr().out
     assert "different from step 0, weights of layers.1.moe.experts.w1 on" in out
     assert "indices 2 to 2 of 4 of the first dimension" in out
+
+
+def test_differing_elements_and_their_ranks_are_named(
+    lab: Lab, config: str, trained: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A row of a gradient is wrong in the shard of one of two ranks."""
+    run = Trainer.run
+
+    def wrong(x: np.ndarray, rank: int) -> np.ndarray:
+        x.reshape(-1)[32:48] += 1
+        return x
+
+    def faulty(self: Trainer) -> int | None:
+        if self.setup.mesh.world.size == 2:
+            on_gradient("layers.1.attention.q_proj.weight", wrong, ranks=(1,))(self, self.setup.mesh.world.rank)
+        return run(self)
+
+    monkeypatch.setattr(Trainer, "run", faulty)
+    words = ["--steps=1", "--b.parallel.tp=2", "--b.parallel.etp=1", "--b.launch.local_ranks=2"]
+    assert main(["diff", config, *words]) == 1
+    out = capsys.readouterr().out
+    assert "different from step 1, gradient of layers.1.attention.q_proj.weight on" in out
+    assert "where   16 of 256 elements differ by more than rounding: 10 of 16 in dimension 0; most at [10, " in out
+    assert "where   they are on rank 1 of B" in out
 
 
 @pytest.mark.usefixtures("torch_suffices")

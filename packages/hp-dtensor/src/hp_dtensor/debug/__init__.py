@@ -1,6 +1,6 @@
 """Record digests of a model's steps, and compare two recordings: the first place where two runs part."""
 
-from hp_dtensor.debug.comparison import Comparison, Difference, compare, draw, measure_growth, narrowed
+from hp_dtensor.debug.comparison import Comparison, Difference, compare, draw, located, measure_growth, narrowed
 from hp_dtensor.debug.digest import Digest
 from hp_dtensor.debug.kinds import Kind
 from hp_dtensor.debug.operations import modules_around
@@ -17,6 +17,7 @@ __all__ = [
     "Rows",
     "compare",
     "draw",
+    "located",
     "measure_growth",
     "modules_around",
     "narrowed",

@@ -13,7 +13,7 @@ import numpy as np
 from hp_dtensor.debug.digest import LENGTH, norm_of, subtract
 from hp_dtensor.debug.kinds import MISSING, Kind, Pair, kind_of
 from hp_dtensor.debug.operations import pair_operations
-from hp_dtensor.debug.recording import OPERATION, PASSES, Event, Recording
+from hp_dtensor.debug.recording import OPERATION, PASSES, Elements, Event, Recording
 from hp_dtensor.exceptions import RecordingError
 
 # A rounding to nearest changes a number by at most this fraction of it.
@@ -79,6 +79,7 @@ class Comparison:
         about: facts of A and of B.
         not_compared: number of tensors that only one side has, or that a side did not record.
         operation: in words, in which operation the first difference arises; see `narrowed`.
+        elements: in words, which elements differ on which ranks; see `located`.
     """
 
     verdict: Verdict
@@ -89,6 +90,7 @@ class Comparison:
     about: tuple[Mapping[str, Any], Mapping[str, Any]]
     not_compared: int = 0
     operation: tuple[str, ...] = ()
+    elements: tuple[str, ...] = ()
 
     @property
     def not_checked(self) -> tuple[Difference, ...]:
@@ -117,7 +119,7 @@ class Comparison:
         if self.first is not None and self.kind is not None:
             if self.first.after is not None:
                 lines.append(f"  module  computed by the backward of what follows it; last equal: {self.first.after}")
-            lines += [f"  where   {text}" for text in self.kind.where]
+            lines += [f"  where   {text}" for text in (*self.kind.where, *self.elements)]
             lines += [f"  within  {text}" for text in self.operation]
             vacuous = sum(not each.is_checked for each in checked)
             known = f", {vacuous} of them not checked" if vacuous else ""
@@ -246,7 +248,79 @@ def narrowed(found: Comparison, again: Comparison) -> Comparison:
     # What only one side runs there may be the cause.
     modules = {each.pair.a.operation[0] for each in (first, *same[-1:]) if each.pair.a.operation} | {found.first.name}
     notes = [note for note in again.notes if note.partition(OPERATION)[0] in modules]
+    # Other names of the same operation are everywhere if the sides have other frameworks.
+    after = f": after {same[-1].name.partition(OPERATION)[2]} " if same else ""
+    notes = [note for note in notes if after and after in note] or notes
     return replace(found, operation=(text, *notes))
+
+
+def located(found: Comparison, a: Recording, b: Recording) -> Comparison:
+    """Return a comparison with the elements, and the ranks that have them, in which the first difference is.
+
+    Args:
+        a, b: recordings of the same runs with the elements of the first differing tensor (`Recorder(elements=...)`).
+    """
+    first = found.first
+    if first is None:
+        return found
+    sides = [_lookup(each)(first.step).get((first.pass_, first.name)) for each in (a, b)]
+    if any(side is None or not side.elements for side in sides):
+        return found
+    full = [_assembled(side) for side in sides]
+    rms = max(math.sqrt(float(np.mean(np.square(each)))) if each.size else 0.0 for each in full)
+    limit = first.tolerance * np.maximum(rms if math.isfinite(rms) else 0.0, np.abs(full[0]))
+    # In this form NaN differs.
+    differs, texts = ~(np.abs(full[1] - full[0]) <= limit), []
+    for letter, side, other in (("A", sides[0], full[1]), ("B", sides[1], full[0])):
+        ranks = {each.rank for each in side.elements}
+        if len(ranks) == 1 or not _is_direct(side):
+            continue
+        wrong = set()
+        for each in side.elements:
+            at = np.ix_(*each.indices)
+            here = ~(np.abs(each.values - other[at]) <= limit[at])
+            differs[at] |= here
+            wrong |= {each.rank} if here.any() else set()
+        if wrong:
+            listed = (
+                "all ranks" if wrong == ranks else f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, sorted(wrong)))}"
+            )
+            texts.append(f"they are on {listed} of {letter}")
+    if not differs.any():
+        return replace(found, elements=("no element alone differs by more than rounding explains",))
+    change = np.where(differs, np.nan_to_num(np.abs(full[1] - full[0]), nan=np.inf), -1.0)
+    worst = np.unravel_index(int(change.argmax()), change.shape)
+    values = f"{full[0][worst]:.6g} in A, {full[1][worst]:.6g} in B"
+    text = f"{int(differs.sum())} of {differs.size} elements differ by more than rounding{_listed_indices(differs)}"
+    return replace(found, elements=(f"{text}; most at {[int(at) for at in worst]}: {values}", *texts))
+
+
+def _is_direct(event: Event) -> bool:
+    """Return whether each rank has final values, not summands or several calls' contributions."""
+    keys = [(each.rank, *(index.tobytes() for index in each.indices)) for each in event.elements]
+    return not any(each.summand for each in event.elements) and len(set(keys)) == len(keys)
+
+
+def _assembled(event: Event) -> np.ndarray:
+    """Return the full tensor of recorded elements; of replicas the first rank's."""
+    total, owners = np.zeros(event.digest.shape), dict[tuple[Any, ...], int]()
+    for each in event.elements:
+        key = (each.summand, *(index.tobytes() for index in each.indices))
+        if owners.setdefault(key, each.rank) == each.rank:
+            total[np.ix_(*each.indices)] += each.values
+    return total
+
+
+def _listed_indices(differs: np.ndarray) -> str:
+    """Return the indices of each dimension at which elements differ, in words, where they are not all."""
+    texts = []
+    for dim, size in enumerate(differs.shape):
+        chosen = np.flatnonzero(differs.any(tuple(other for other in range(differs.ndim) if other != dim)))
+        if len(chosen) == size:
+            continue
+        listed = ", ".join(map(str, chosen)) if len(chosen) <= 6 else f"{len(chosen)} from {chosen[0]} to {chosen[-1]}"
+        texts.append(f"{listed} of {size} in dimension {dim}")
+    return f": {'; '.join(texts)}" if texts else ""
 
 
 def _verdict(first: Difference | None, found: Sequence[Difference], not_compared: int) -> Verdict:
@@ -343,13 +417,24 @@ def _lookup(recording: Recording) -> Any:
         for event in recording.steps.get(step, ()):
             chosen = event
             if event.pass_ == "weights" and step and event.name in before:
-                chosen = Event("update", event.name, event.dtype, subtract(event.digest, before[event.name].digest))
+                old = before[event.name]
+                change = subtract(event.digest, old.digest)
+                chosen = Event("update", event.name, event.dtype, change, elements=_changes(event, old))
             elif event.pass_ == "weights" and step:
                 continue
             found[chosen.key] = chosen
         return found
 
     return of_step
+
+
+def _changes(event: Event, before: Event) -> tuple[Elements, ...]:
+    known = {(each.rank, *(index.tobytes() for index in each.indices)): each.values for each in before.elements}
+    found = []
+    for each in event.elements:
+        old = known.get((each.rank, *(index.tobytes() for index in each.indices)))
+        found += [] if old is None else [replace(each, values=each.values - old)]
+    return tuple(found)
 
 
 def _weights(recording: Recording) -> Callable[[int], dict[str, Event]]:

@@ -268,6 +268,8 @@ def _elements(pair: Pair, dim: int, chosen: np.ndarray) -> str:
 
 def _where(pair: Pair) -> Iterator[str]:
     shape = list(pair.a.digest.shape)
+    if math.prod(shape) == 1:
+        yield f"{pair.a.digest.values[SUM]:.8g} in A, {pair.b.digest.values[SUM]:.8g} in B"
     found = [
         _elements(pair, dim, chosen)
         for dim, chosen in enumerate(_differing(pair))

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import gzip
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ PASSES = ("forward", "loss", "backward", "gradient", "state", "weights")
 ROOT = "(model)"
 # Between the name of a module and an operation of its forward.
 OPERATION = ": "
+# A larger tensor is recorded by its digest only.
+MOST_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,32 @@ class Rows:
         return None
 
 
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """Elements of a tensor that a rank has, or its summand of them.
+
+    Attributes:
+        rank: the rank.
+        summand: which summand of a partial tensor it is.
+        indices: global indices for each dimension; the elements are at their product.
+        values: the elements, float64.
+    """
+
+    rank: int
+    summand: int
+    indices: tuple[np.ndarray, ...]
+    values: np.ndarray
+
+    def packed(self) -> list[Any]:
+        indices = [_packed(each, "<i8") for each in self.indices]
+        return [self.rank, self.summand, indices, _packed(self.values, "<f8")]
+
+    @classmethod
+    def unpacked(cls, rank: int, summand: int, indices: Sequence[str], values: str) -> Elements:
+        found = tuple(_unpacked(each, "<i8").astype(np.int64) for each in indices)
+        return cls(rank, summand, found, _unpacked(values, "<f8").reshape([len(each) for each in found]))
+
+
 @dataclass(frozen=True)
 class Event:
     """A recorded tensor of a step.
@@ -108,6 +137,7 @@ class Event:
         dtype: name of its dtype.
         digest: its digest.
         growth: change relative to its norm when the initial weights change by one rounding; None: not measured.
+        elements: the tensor itself, where it was asked for.
     """
 
     pass_: str
@@ -115,6 +145,7 @@ class Event:
     dtype: str
     digest: Digest
     growth: float | None = None
+    elements: tuple[Elements, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -194,7 +225,9 @@ def _entry(events: Sequence[Event]) -> dict[str, Any]:
     # Buckets locate differences and estimate their norm, for which float32 is enough.
     buckets = [e.digest.buckets() for e in events]
     growth = [-1.0 if e.growth is None else e.growth for e in events]
+    elements = {str(at): [each.packed() for each in e.elements] for at, e in enumerate(events) if e.elements}
     return {
+        **({"elements": elements} if elements else {}),
         "events": [[e.pass_, e.name, e.dtype, e.digest.shape, e.digest.count, len(e.digest.parts)] for e in events],
         "parts": [each if len(each) > 1 else [] for each in parts],
         "values": _packed(np.concatenate(exact) if exact else np.zeros(0), "<f8"),
@@ -230,7 +263,8 @@ def _events(facts: Sequence[Any], entry: Mapping[str, Any]) -> list[Event]:
             for rank, region, numel, summand, text in entry["parts"][number]
         ]
         digest = Digest(tuple(shape), full, tuple(parts[num_parts:]), count, tuple(parts[:num_parts]))
-        found.append(Event(pass_, name, dtype, digest, growth[number] if growth[number] >= 0 else None))
+        elements = tuple(Elements.unpacked(*each) for each in entry.get("elements", {}).get(str(number), ()))
+        found.append(Event(pass_, name, dtype, digest, growth[number] if growth[number] >= 0 else None, elements))
     return found
 
 
@@ -257,6 +291,7 @@ class _Local:
     values: Tensor
     region: int
     numel: int
+    elements: tuple[Elements, ...] = ()
 
 
 class Recorder:
@@ -273,6 +308,8 @@ class Recorder:
         rename: the name in the unsharded model of a module or parameter, where a wrapper has changed it.
         views: (name of a parameter, its full tensor) -> views of the tensor by name, which are recorded in its place;
             none: the tensor is. For models that store several parameters as one, or transposed.
+        elements: (pass, name) of a tensor to record itself in every step too, if it has at most 2^20 elements; None: of
+            none. Elements of an update are those of the pass `weights`.
         buffers: record floating-point buffers as weights; they must be equal on all ranks that have them.
         about: facts for `Recording.about`.
         first_step: the step after which the weights are those of now.
@@ -305,6 +342,7 @@ class Recorder:
         select_gradients: Callable[[str], bool] = lambda name: True,
         rename: Callable[[str], str] = str,
         views: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None,
+        elements: tuple[str, str] | None = None,
         buffers: bool = False,
         about: Mapping[str, Any] | None = None,
         first_step: int = 0,
@@ -317,7 +355,7 @@ class Recorder:
         self._calls: list[_Call] = []
         self._select_gradients = select_gradients
         self._module, self._select, self._rename, self._buffers = module, select, rename, buffers
-        self._views = views
+        self._views, self._elements = views, elements
         self._digester = Digester(self.platform)
         self._found: dict[tuple[str, str], _Local] = {}
         self._hooked: set[tuple[str, int]] = set()
@@ -503,15 +541,25 @@ class Recorder:
                 weights = platform.from_numpy(np.array(scale), platform.device_of(values))
                 values = platform.ops.mul(values, platform.ops.cast(weights, values.dtype))
         at = time.monotonic() - self._start
-        return _Local(region.shape, platform.dtype_name(local.dtype), summand, at, values, region.key, region.numel)
+        # Modules of some models return a tuple of which the first one is the output.
+        is_wanted = self._elements in ((pass_, name), (pass_, name.removesuffix("[0]")))
+        elements: tuple[Elements, ...] = ()
+        if is_wanted and math.prod(region.shape) <= MOST_ELEMENTS:
+            with platform.no_grad():
+                array = platform.to_numpy(platform.ops.cast(platform.detach(local), values.dtype))
+            array = factor * array.astype(np.float64).reshape([len(each) for each in region.indices])
+            elements = (Elements(existing_world(platform).rank, summand, region.indices, array),)
+        dtype = platform.dtype_name(local.dtype)
+        return _Local(region.shape, dtype, summand, at, values, region.key, region.numel, elements)
 
     def _add(self, pass_: str, name: str, found: _Local) -> None:
         known = self._found.setdefault((pass_, name), found)
         if known is not found:
             with self.platform.no_grad():
                 values = self.platform.ops.add(known.values, found.values)
-            region = (known.region + found.region) % 2**62
-            self._found[pass_, name] = replace(known, values=values, region=region, numel=known.numel + found.numel)
+            region, numel = (known.region + found.region) % 2**62, known.numel + found.numel
+            elements = known.elements + found.elements
+            self._found[pass_, name] = replace(known, values=values, region=region, numel=numel, elements=elements)
 
     def _add_again(self) -> None:
         """Add gradients of outputs that had one already, unless a split backward has computed the same one again."""
@@ -561,7 +609,8 @@ class Recorder:
         with platform.no_grad():
             # One copy to the host, which waits for the device once.
             values = [platform.to_numpy(platform.ops.cat([e.values for e in found.values()], 0))] if found else []
-        lines = json.dumps([facts, sorted(self.unplaced)])
+        elements = [[*key, [each.packed() for each in e.elements]] for key, e in found.items() if e.elements]
+        lines = json.dumps([facts, sorted(self.unplaced), elements])
         payload = lines.encode() + b"\n" + b"".join(v.astype("<f8").tobytes() for v in values)
         gathered = existing_world(platform).all.all_gather_bytes(payload)
         # Ranks leave the collective together, which makes their times of the next step comparable. Clocks of machines
@@ -600,12 +649,16 @@ def perturb_weights(module: Module, unit: float, platform: Platform | str | None
 def _combined(gathered: Sequence[bytes]) -> list[Event]:
     """Return the events of a step from the payload of every rank, in the order of their first occurrence."""
     parts: dict[tuple[str, str], list[Part]] = {}
+    elements: dict[tuple[str, str], list[Elements]] = {}
     forms: dict[tuple[str, str], dict[tuple[Any, str], int]] = {}
     times: dict[tuple[str, str], float] = {}
     for rank, payload in enumerate(gathered):
         text, _, numbers = payload.partition(b"\n")
         values = np.frombuffer(numbers, "<f8").reshape(-1, LENGTH)
-        for index, (pass_, name, shape, dtype, summand, at, region, numel) in enumerate(json.loads(text)[0]):
+        facts, _, of_elements = json.loads(text)
+        for pass_, name, packed in of_elements:
+            elements.setdefault((pass_, name), []).extend(Elements.unpacked(*each) for each in packed)
+        for index, (pass_, name, shape, dtype, summand, at, region, numel) in enumerate(facts):
             key = (pass_, name)
             parts.setdefault(key, []).append(Part(rank, region, numel, summand, values[index]))
             forms.setdefault(key, {}).setdefault((tuple(shape), dtype), rank)
@@ -625,7 +678,7 @@ def _combined(gathered: Sequence[bytes]) -> list[Event]:
             continue
         if digest.count != round(digest.count):
             problems.append(f"{key[0]} of {key[1]} has {digest.count:.3g} times the elements of {list(shape)}")
-        events.append(Event(*key, dtype, digest))
+        events.append(Event(*key, dtype, digest, elements=tuple(elements.get(key, ()))))
     if problems:
         raise RecordingError(
             f"ranks have not recorded the same tensors: {'; '.join(problems[:4])}. Expected every element once: pass "

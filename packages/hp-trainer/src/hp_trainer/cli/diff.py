@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import yaml
 
-from hp_dtensor.debug import Comparison, Recording, compare, draw, measure_growth, modules_around, narrowed
+from hp_dtensor.debug import Comparison, Recording, compare, draw, located, measure_growth, modules_around, narrowed
 from hp_dtensor.debug.comparison import UNITS
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.launch import is_launched
@@ -23,7 +23,7 @@ from hp_trainer.cli.completion import yaml_files
 from hp_trainer.cli.shared import check_file_to_write, load, print_message
 from hp_trainer.config import dump_config
 from hp_trainer.exceptions import ConfigError, Problem
-from hp_trainer.models.hugging_face.reference import reference_names, their_modules, with_our_names
+from hp_trainer.models.hugging_face.reference import reference_names, their_modules, their_tensor, with_our_names
 from hp_trainer.run import RunFolder
 from hp_trainer.training.recording import read_recording
 
@@ -113,11 +113,11 @@ class Side:
     def config(self) -> Path:
         return RunFolder(self.source).config_file if self.source.is_dir() else self.source
 
-    def record(self, folder: Path, steps: int, perturbation: float = 0.0, operations: Sequence[str] = ()) -> Recording:
+    def record(self, folder: Path, steps: int, more: Sequence[tuple[str, str]] = ()) -> Recording:
         """Train the first steps in a run folder of their own, and return their digests.
 
         Args:
-            operations: modules whose operations are recorded in the last step.
+            more: further settings of this run. Older versions refuse those of narrowing, but can be compared without.
 
         Raises:
             RecordingError: the run failed; the message ends with its last lines.
@@ -128,11 +128,8 @@ class Side:
             ("run.folder", str(folder)),
             ("training.record_steps", str(steps)),
             ("training.record_only", "true"),
-            ("training.perturb_weights", repr(perturbation)),
+            *more,
         ]
-        if operations:
-            # Older versions refuse the setting, but can be compared without it.
-            settings.append(("training.record_operations", json.dumps(list(operations))))
         words = [f"--{path}={value}" for path, value in settings]
         # -P keeps the working directory off the import path.
         command = [self.python, "-P", "-m", "hp_trainer", "train", str(self.config), *words]
@@ -235,19 +232,25 @@ class Runs:
         return self._with_growth(found, trained, steps)
 
     def narrowed(self, found: Comparison) -> Comparison:
-        """Train both sides up to the first difference once more, and return it with the operation that it begins in."""
+        """Train both sides up to the first difference once more, and return it with its elements and operation."""
         first = found.first
         assert first is not None
         modules = modules_around(first.pass_, first.name, first.after)
-        if not first.step:
-            return found
-        if not modules:
-            return replace(found, operation=("not narrowed: computed after forward and backward, by no module",))
-        if first.pass_ == "gradient" and "experts" in modules[0].split("."):
-            return replace(found, operation=("not narrowed: rows of experts have an order of their own on each rank",))
         if any(side.source.suffix == ".gz" for side in self._sides):
             return replace(found, operation=("not narrowed: give a run or a YAML file in place of a file of digests",))
-        again = [self._recorded(number, first.step, operations=modules) for number in range(len(self._sides))]
+        reason = ""
+        if not modules and first.step:
+            reason = "computed after forward and backward, by no module"
+        if modules and first.pass_ == "gradient" and "experts" in modules[0].split("."):
+            reason, modules = "rows of experts have an order of their own on each rank", ()
+        if first.pass_ == "loss":
+            # A number, which the digest gives.
+            return replace(found, operation=(f"not narrowed: {reason}",))
+        elements = ("weights" if first.pass_ == "update" else first.pass_, first.name)
+        again = [self._recorded(number, first.step or 1, 0.0, modules, elements) for number in range(2)]
+        found = located(found, *again)
+        if not modules:
+            return replace(found, operation=(f"not narrowed: {reason}",) if reason else ())
         return narrowed(found, compare(*self._with_growth(again, 0, first.step, modules)))
 
     def _with_growth(
@@ -258,14 +261,27 @@ class Runs:
         return [measure_growth(each, perturbed) if at == number else each for at, each in enumerate(found)]
 
     def _recorded(
-        self, number: int, steps: int, perturbation: float = 0.0, operations: Sequence[str] = ()
+        self,
+        number: int,
+        steps: int,
+        perturbation: float = 0.0,
+        operations: Sequence[str] = (),
+        elements: tuple[str, str] | None = None,
     ) -> Recording:
         side, names = self._sides[number], self._names[number]
-        if side.recorded is not None and not perturbation and not operations:
+        more = []
+        if side.recorded is not None and not perturbation and elements is None:
             return read_recording(str(side.recorded))
-        what = f" with weights changed by {perturbation:.0e}" if perturbation else ""
-        more = f" and the operations of {operations[0]}" if operations else ""
-        print_message(f"recording {steps} steps of {side}{what}{more}")
-        chosen = their_modules(operations, names) if names else operations
-        found = side.record(self._folder / str(next(self._numbers)), steps, perturbation, chosen)
-        return with_our_names(found, names)
+        what = f"recording {steps} step{'s' * (steps != 1)} of {side}"
+        if perturbation:
+            what += f" with weights changed by {perturbation:.0e}"
+            more.append(("training.perturb_weights", repr(perturbation)))
+        if operations:
+            what += f" and the operations of {operations[0]}"
+            chosen = their_modules(operations, names) if names else list(operations)
+            more.append(("training.record_operations", json.dumps(chosen)))
+        if elements is not None:
+            what += f" and the elements of {elements[1]}"
+            more.append(("training.record_elements", " ".join(their_tensor(elements, names) if names else elements)))
+        print_message(what)
+        return with_our_names(side.record(self._folder / str(next(self._numbers)), steps, more), names)

@@ -152,6 +152,11 @@ class TrainingConfig:
     record_operations: tuple[str, ...] = Field(
         (), description="modules of which each operation is recorded, in the last recorded step; (model): of the model"
     )
+    record_elements: str | None = Field(
+        None,
+        description="pass and name of a tensor whose elements are recorded too, such as `gradient head.weight`; "
+        "null: of none",
+    )
     record_only: bool = Field(False, description="end the run after the recorded steps, without a checkpoint")
     perturb_weights: float = Field(
         0.0, ge=0, le=0.01, description="relative change of every initial weight, which shows how rounding grows"
@@ -198,6 +203,8 @@ class TrainingConfig:
             yield Problem(path="record_only", what="has no effect without training.record_steps", expected="false")
         if self.record_operations and self.record_steps is None:
             yield Problem(path="record_operations", what="has no effect without training.record_steps", expected="[]")
+        if self.record_elements is not None and self.record_steps is None:
+            yield Problem(path="record_elements", what="has no effect without training.record_steps", expected="null")
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is not None and batch % micro:
             yield Problem(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.debug import Comparison, Recorder, Recording, Rows, compare
-from hp_dtensor.debug.recording import ROOT, append
+from hp_dtensor.debug.recording import MOST_ELEMENTS, ROOT, append
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.parallel.attention import SequenceSharding
 from hp_moe import LoadMetrics
@@ -39,10 +39,12 @@ class StepRecorder:
         self._cp_rank = setup.mesh["cp"].get_local_rank() if setup.dims.cp_enabled else 0
         self._first_row = 0
         self._check_operations()
-        # hp-dtensor 0.1.1 has no views.
-        views: dict[str, Any] = (
-            {} if (found := views_of_model(setup.config.model.options, setup.platform)) is None else {"views": found}
-        )
+        # hp-dtensor 0.1.1 has neither.
+        views = views_of_model(setup.config.model.options, setup.platform)
+        more: dict[str, Any] = {} if views is None else {"views": views}
+        if training.record_elements is not None:
+            pass_, _, name = training.record_elements.partition(" ")
+            more["elements"] = pass_, name
         self._recorder = Recorder(
             setup.model,
             setup.platform,
@@ -52,7 +54,7 @@ class StepRecorder:
             buffers=True,
             about=_about(setup),
             first_step=step,
-            **views,
+            **more,
         )
         self._has_warned, self._last = False, 0
         self._reference: Recording | None = None
@@ -129,6 +131,10 @@ class StepRecorder:
             append(self._run.digests_file, steps[number], number)
             if self._recorder.recording.about != about:
                 append(self._run.digests_file, self._recorder.recording.about, None)
+        asked = training.record_elements if number == last and self._world.rank == 0 else None
+        if asked is not None and not any(event.elements for event in steps[number]):
+            message = f"no tensor {asked!r} of at most {MOST_ELEMENTS} elements was recorded"
+            print(f"hp-train: training.record_elements: {message}", file=sys.stderr, flush=True)
         if self._setup.config.training.compare_with is not None:
             self._compare(number)
         # The weights before a step are needed for its updates only.

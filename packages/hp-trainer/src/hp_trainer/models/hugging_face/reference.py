@@ -133,6 +133,19 @@ def their_modules(modules: Iterable[str], names: dict[str, str]) -> list[str]:
     return [_WRAPPED + theirs[each] for each in modules if each in theirs]
 
 
+def their_tensor(key: tuple[str, str], names: dict[str, str]) -> tuple[str, str]:
+    """Return the pass and name of a decoder's tensor in the trained model of transformers.
+
+    Args:
+        names: see `reference_names`. Other tensors have the decoder's name already (`reference_views`).
+    """
+    theirs = {ours: name for name, ours in names.items()}
+    # An optimizer's state has the name of a parameter and of a slot.
+    name, slot = (key[1], "") if key[0] != "state" else key[1].rsplit(".", 1)
+    found = _WRAPPED + theirs[name] if name in theirs else name
+    return key[0], f"{found}.{slot}" if slot else found
+
+
 def with_our_names(recording: Recording, names: dict[str, str]) -> Recording:
     """Return a recording of a model of transformers under the names of the decoder.
 
