@@ -208,7 +208,9 @@ def attribute(name: str, attribute: str, value: Any) -> Inject:
 def loss_of_a_rank(trainer: Trainer, rank: int) -> None:
     """The loss that is reported is divided by the ranks once more."""
     agree = trainer._step.agree
-    trainer._step.agree = lambda loss, stop: agree(trainer.setup.platform.ops.div(loss, 2.0), stop)
+    trainer._step.agree = lambda loss, *stop, **others: agree(
+        trainer.setup.platform.ops.div(loss, 2.0), *stop, **others
+    )
 
 
 # Weights and updates --------------------------------------------------------------------------------------
