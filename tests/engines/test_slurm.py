@@ -22,6 +22,7 @@ from hp_trainer.checkpoint import LocalStorage, find_latest
 from hp_trainer.metrics import read_metrics
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sbatch"
+NODES_SCRIPT = SCRIPT.with_name("slurm_nodes.sbatch")
 # Debian has the daemons there, which is not on every user's path.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin"])
 WAIT_SECONDS = 200
@@ -57,6 +58,11 @@ SlurmdPidFile={folder}/slurmd-%n.pid
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=1000
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000
 PartitionName=all Nodes=ALL Default=YES OverSubscribe=YES:4
+"""
+
+NODES = """\
+launch: {local_ranks: 2}
+fault_tolerance: {interval: 1}
 """
 
 
@@ -112,14 +118,15 @@ class Slurm:
         done = subprocess.run(command, env=self._environment, cwd=cwd, stdout=subprocess.PIPE, text=True)
         return done.stdout
 
-    def submit(self, folder: Path, run: str, *options: str, tasks: int = 2) -> str:
+    def submit(self, folder: Path, run: str, *options: str, tasks: int = 2, source: Path = SCRIPT) -> str:
         """Submit the script, without GPUs, and return the number of the job."""
-        script = folder / "slurm.sbatch"
-        script.write_text(SCRIPT.read_text().replace("#SBATCH --gpus-per-task=1\n", ""))
+        script = folder / source.name
+        script.write_text(re.sub("#SBATCH --gpus-per.*\n", "", source.read_text()))
         # CPUs of one machine are shared by both nodes, and perhaps by more tasks.
         shape = ["--nodes=2", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", "--overcommit"]
         command = ["sbatch", "--parsable", *shape, f"--output={folder}/{run}.out", "--open-mode=append", *options]
-        return self.run(*command, str(script), "run.yaml", str(folder / "runs" / run), cwd=folder).strip()
+        config, nodes = ("run.yaml", []) if source is SCRIPT else ("nodes.yaml", ["2"])
+        return self.run(*command, str(script), config, str(folder / "runs" / run), *nodes, cwd=folder).strip()
 
     def state(self, job: str) -> str:
         found = re.search(r"JobState=(\w+)", self.run("scontrol", "show", "job", job))
@@ -188,6 +195,19 @@ def test_a_job_whose_rank_is_killed_is_requeued_and_goes_on(slurm, folder, fault
     slurm.wait_for(slurm.submit(folder, "killed"), "COMPLETED", "FAILED")
     assert [(each["size"], each["step"]) for each in starts_of(faults) if each["rank"] == 0] == [(4, 0), (4, 4)]
     assert losses_of(folder, "killed") == undisturbed
+
+
+def test_a_rank_that_is_killed_costs_a_step_and_the_others_go_on(slurm, folder, faults, undisturbed) -> None:
+    (faults / "SIGKILL-3-5").touch()
+    (folder / "nodes.yaml").write_text((folder / "run.yaml").read_text() + NODES)
+    job = slurm.submit(folder, "replaced", tasks=1, source=NODES_SCRIPT)
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    starts = starts_of(faults)
+    pids = {rank: {each["pid"] for each in starts if each["rank"] == rank} for rank in range(4)}
+    # The job was not requeued: three ranks kept their processes, and the killed one has a second one.
+    assert [len(pids[rank]) for rank in range(4)] == [1, 1, 1, 2], (folder / "replaced.out").read_text()
+    assert {each["rank"]: each["GROUP_RANK"] for each in starts} == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert losses_of(folder, "replaced") == undisturbed
 
 
 def test_sigterm_requeues_a_job_with_a_checkpoint_and_two_tasks_go_on(slurm, folder, faults, undisturbed) -> None:

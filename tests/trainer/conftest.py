@@ -54,9 +54,11 @@ def hp_train(folder: Path, hp_platform, fork_server, tmp_path_factory) -> Iterat
     started: list[Command] = []
     records = tmp_path_factory.mktemp("forked")
 
-    def start(*arguments: str, launcher: tuple[str, ...] = (), new: bool = False) -> Command:
-        popen = subprocess.Popen if new else fork_server.popen
-        started.append(Command(folder, hp_platform.name, *arguments, records=records, launcher=launcher, popen=popen))
+    def start(
+        *arguments: str, launcher: tuple[str, ...] = (), new: bool = False, variables: dict[str, str] | None = None
+    ) -> Command:
+        options = {"launcher": launcher, "popen": subprocess.Popen if new else fork_server.popen}
+        started.append(Command(folder, hp_platform.name, *arguments, records=records, variables=variables, **options))
         return started[-1]
 
     yield start

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,7 @@ class Command:
     Args:
         records: a folder where forked processes are recorded.
         popen: `subprocess.Popen`, or that of a fork server.
+        variables: environment variables to set.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Command:
         records: Path,
         launcher: tuple[str, ...] = (),
         popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         self._records = records
         # A variable of its own marks the processes of this command, wherever they are moved to.
@@ -48,10 +50,11 @@ class Command:
         environment = {key: text for key, text in os.environ.items() if key not in LAUNCHERS_VARIABLES}
         # msrun starts `python`, whichever comes first.
         environment["PATH"] = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
+        own = {"HP_PLATFORM": platform, "OMP_NUM_THREADS": "1", name: value, RECORDS: str(records)}
         self.process = popen(
             [sys.executable, *(launcher or ("-m", "hp_trainer")), *arguments],
             cwd=folder,
-            env=environment | {"HP_PLATFORM": platform, "OMP_NUM_THREADS": "1", name: value, RECORDS: str(records)},
+            env=environment | own | dict(variables or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -24,6 +24,15 @@ DIES, RAISES = -signal.SIGKILL, Failure("failed: ValueError: no", "", 0.0, kind=
 END = [(0, Returned(0)), (1, Returned(1))]
 
 
+class NoProcess(Process):
+    """The process of a rank that is written here."""
+
+    __slots__ = ()
+
+    def release(self) -> None:
+        pass
+
+
 @dataclass(slots=True)
 class WrittenRanks(ReplacedRanks):
     """Ranks whose messages come in batches from a list, and that do nothing else."""
@@ -34,7 +43,7 @@ class WrittenRanks(ReplacedRanks):
 
     def _spawn(self, rank: int, *, again: bool = False) -> Process:
         # No process has this number.
-        return Process(rank, cast(Any, SimpleNamespace(pid=2**30)), cast(Any, None), None)
+        return NoProcess(rank, cast(Any, SimpleNamespace(pid=2**30)), cast(Any, None), None)
 
     def _messages(self, timeout_seconds: float | None) -> Iterator[tuple[Process, Any]]:
         for rank, event in next(self.batches):
@@ -51,9 +60,6 @@ class WrittenRanks(ReplacedRanks):
 
     def _kill(self, process: Process) -> None:
         self.killed.append(process.rank)
-
-    def _release(self, process: Process) -> None:
-        pass
 
     def terminate(self) -> None:
         pass

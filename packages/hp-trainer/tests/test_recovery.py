@@ -138,9 +138,9 @@ class Short(StateCopies):
 @pytest.fixture
 def pair() -> Iterator[tuple[_Exchange, _Exchange]]:
     """The exchanges of two ranks, of which the second one has no memory at first."""
-    found = tuple(_Exchange(kind(partner=True, interval=2)) for kind in (StateCopies, Short))
+    found = tuple(_Exchange(kind(partner=True, interval=2), "127.0.0.1") for kind in (StateCopies, Short))
     for rank, each in enumerate(found):
-        each.connect(rank, [other.address for other in found])
+        each.connect(rank, 1 - rank, [other.address for other in found])
     yield found
     for each in found:
         each.close()

@@ -142,7 +142,7 @@ def test_profile_is_a_run_up_to_the_last_profiled_step() -> None:
 
 def test_settings_of_the_command_line_override_those_of_a_profile(config, monkeypatch) -> None:
     trained = []
-    monkeypatch.setattr(train, "launch_training", lambda config, path, prepare: trained.append(config) or path)
+    monkeypatch.setattr(train, "launch_training", lambda config, path, prepare, node: trained.append(config) or path)
     assert cli.main(["profile", str(config), "--steps=2", "--training.steps=9"]) == 0
     ((profile, steps),) = [(each.profile, each.training.steps) for each in trained]
     assert (profile.first, profile.last, steps) == (2, 2, 9)

@@ -12,7 +12,7 @@ import rank_programs
 
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.launch import Replacement, launch
-from hp_dtensor.launch.local_ranks import LocalRanks, state_of
+from hp_dtensor.launch.local_ranks import LocalRanks
 from hp_dtensor.launch.rank_process import Imported
 from hp_dtensor.launch.replacement import ReplacedRanks
 
@@ -74,7 +74,7 @@ def test_a_spare_that_has_ended_or_is_stopped_counts_as_no_death(platform, monke
     def signal_spare_first(ranks, process):
         (spare,) = ranks._spares
         spare.signal(number)
-        while state_of(spare) != state:
+        while spare.state() != state:
             time.sleep(0.01)
         respawn(ranks, process)
 

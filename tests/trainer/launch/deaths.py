@@ -25,7 +25,7 @@ def die_at(point: str) -> None:
     key = f"{step}:{os.environ.get('RANK')}:{point}"
     if key in KILLS and not Path(key).exists():
         Path(key).touch()
-        os.kill(os.getpid(), KILLS[key])
+        os.kill(os.getppid() if point == "parent" else os.getpid(), KILLS[key])
         # A stopped process goes on when it is woken; it must not, since it is replaced.
         time.sleep(60)
 
@@ -56,6 +56,7 @@ if os.environ.get("RANK"):
 def hp_before_step(record: Any) -> None:
     global _step
     _step = record.step
+    die_at("parent")
 
 
 @hookimpl

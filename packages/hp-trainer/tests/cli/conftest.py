@@ -44,7 +44,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Stands in for the ranks: notes the configuration and what `prepare` gives."""
     found: list[tuple] = []
 
-    def train_run(config, path, prepare, choice="newest that fits") -> Path:
+    def train_run(config, path, prepare, choice="newest that fits", node=None) -> Path:
         checkpoint = prepare()
         (path / "samples.txt").write_text("after 7 steps: def main\n")
         found.append((config, path, checkpoint))

@@ -61,7 +61,7 @@ def test_torchrun_is_told_the_error_that_it_prints_last(work: Path, error, monke
 
 
 def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(config, path, prepare) -> Path:
+    def full(config, path, prepare, node) -> Path:
         raise OSError(28, "No space left on device", "out/run.json")
 
     monkeypatch.setattr(train, "launch_training", full)
@@ -86,7 +86,7 @@ def test_a_full_disk_is_told_with_what_to_do(work: Path, capsys, monkeypatch: py
 def test_errors_of_the_machine_are_one_line(
     work: Path, capsys, monkeypatch: pytest.MonkeyPatch, error: Exception, expected_message: str
 ) -> None:
-    def fail(config, path, prepare) -> Path:
+    def fail(config, path, prepare, node) -> Path:
         raise error
 
     monkeypatch.setattr(train, "launch_training", fail)
@@ -97,7 +97,7 @@ def test_errors_of_the_machine_are_one_line(
 
 
 def test_other_errors_keep_their_traceback(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(config, path, prepare) -> Path:
+    def fail(config, path, prepare, node) -> Path:
         raise RuntimeError("a mistake of ours")
 
     monkeypatch.setattr(train, "launch_training", fail)
@@ -130,7 +130,7 @@ def test_each_rank_of_a_launcher_tells_what_only_it_may_have_found(
     # The folder and the data are looked at by the rank that prepares the run, when the others can hear of it.
     monkeypatch.setenv("RANK", "0")
     (work / "corpus.txt").unlink()
-    monkeypatch.setattr(train, "launch_training", lambda config, path, prepare: prepare())
+    monkeypatch.setattr(train, "launch_training", lambda config, path, prepare, node: prepare())
     assert cli.main(["run.yaml"]) == 2
     assert "does not exist" in capsys.readouterr().err
 
@@ -148,7 +148,7 @@ def test_the_process_that_msrun_starts_beside_the_ranks_may_leave(work: Path, mo
     hosts = {"MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8118", "MS_NODE_ID": "0"}
     for name, value in {**hosts, "MS_ROLE": "MS_SCHED", "RANK_ID": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(train, "launch_training", lambda *arguments: sys.exit(0))
+    monkeypatch.setattr(train, "launch_training", lambda *arguments, node: sys.exit(0))
     with pytest.raises(SystemExit, match="0"):
         cli.main(["run.yaml"])
 

@@ -49,6 +49,20 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     return None if launcher is None else _READERS[launcher](_Variables(launcher, environ))
 
 
+def leave_launcher() -> RankEnvironment | None:
+    """Remove the launcher's variables from this process's environment, and return what they said.
+
+    For a process per machine that is no rank but starts some.
+
+    Raises:
+        LaunchError: variables are missing or invalid.
+    """
+    found = rank_environment()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MS_ROLE", "SLURM_STEP_NUM_TASKS"):
+        os.environ.pop(name, None)
+    return found
+
+
 def launched_local_rank() -> int:
     """Return this process's rank within its machine as its environment has it, or 0.
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import local_ranks
 from hp_dtensor.launch.local_ranks import LocalRanks, Output
+from hp_dtensor.launch.nodes import Nodes, RanksOfNode, RanksOfNodes
 from hp_dtensor.launch.rank_process import target_name
 from hp_dtensor.launch.replacement import ReplacedRanks, Replacement
 from hp_dtensor.platform.interface import Platform
@@ -31,6 +32,7 @@ def launch(
     grace_seconds: float = 5.0,
     stop_seconds: float | None = None,
     replacement: Replacement | None = None,
+    nodes: Nodes | None = None,
 ) -> list[Any]:
     """Run `target(*args)` in `num_ranks` local processes that form one job, and return the results by rank.
 
@@ -52,22 +54,34 @@ def launch(
             need more.
         replacement: rules by which ranks that die are replaced while the others go on. `target` then calls
             `hp_dtensor.launch.next_generation` when a collective fails, and starts again on the new ranks.
+        nodes: the machines of the job, of which this process is the first one; `replacement` is then required. Each
+            has `num_ranks / nodes.size` ranks. Arguments and results are JSON values.
 
     Raises:
-        CapabilityError: a process of the platform joins a job only once, and this system has no memory that
-            outlives ranks. All ranks have been ended.
+        CapabilityError: a process of the platform joins a job only once, and there are several machines, or this
+            system has no memory that outlives ranks. All ranks have been ended.
         LaunchError: a rank failed or died. The message has its number, error and traceback. All others are ended.
         PlatformError: the platform cannot be used; no process was started.
     """
     if num_ranks < 1:
         raise LaunchError(f"launch needs at least one rank, got num_ranks={num_ranks}")
+    if nodes is not None and (replacement is None or num_ranks % nodes.size):
+        raise LaunchError(
+            f"launch on {nodes.size} machines needs replacement, and a multiple of {nodes.size} ranks, got "
+            f"replacement={replacement} and num_ranks={num_ranks}"
+        )
     name = target_name(target)
     output = Output(folder=None if log_dir is None else Path(log_dir))
     # Where ranks are forked, this process needs no framework to start them.
     is_forked = local_ranks.start_process is not subprocess.Popen
     chosen = platform if is_forked and isinstance(platform, str) else get_platform(platform).name
     options = (chosen, num_ranks, output, timeout_seconds, grace_seconds)
-    ranks = LocalRanks(*options) if replacement is None else ReplacedRanks(*options, replacement=replacement)
+    if replacement is None:
+        ranks = LocalRanks(*options)
+    elif nodes is None:
+        ranks = ReplacedRanks(*options, replacement=replacement)
+    else:
+        ranks = RanksOfNodes(*options, nodes.size, replacement=replacement, nodes=nodes)
     stopper = _Stopper(ranks, grace_seconds if stop_seconds is None else stop_seconds)
     with held_signals(stopper.stop), _stacks_on_request(ranks):
         try:
@@ -84,6 +98,50 @@ def launch(
             stopper.cancel()
             ranks.kill()
     return results
+
+
+def serve_node(
+    target: str | Callable[..., Any],
+    file: Path,
+    node: int,
+    num_nodes: int,
+    num_ranks: int,
+    platform: Platform | str | None = None,
+    *,
+    replacement: Replacement,
+    log_dir: str | Path | None = None,
+    timeout_seconds: float = 300.0,
+    grace_seconds: float = 5.0,
+    stop_seconds: float | None = None,
+) -> Any:
+    """Run the ranks of one machine for a job that `launch` runs on the first one, and return the result given there.
+
+    Args:
+        target: the function of `launch` there; its arguments come from there.
+        file: of `Nodes` there.
+        node, num_nodes: number of this machine, not 0, and number of machines with ranks. From `num_nodes` on, it waits
+            until another one is lost.
+        num_ranks: ranks of the job.
+
+    Raises:
+        LaunchError: the job has failed, or the first machine did not come.
+    """
+    output = Output(None if log_dir is None else Path(log_dir), terminal=False)
+    options = (get_platform(platform).name, num_ranks, output, timeout_seconds, grace_seconds, num_nodes)
+    ranks = RanksOfNode(*options, replacement=replacement, target=target_name(target))
+    stopper = _Stopper(ranks, grace_seconds if stop_seconds is None else stop_seconds)
+    # The ranks of this machine run only after those of the first one have been started.
+    stopper.started = True
+    with held_signals(stopper.stop), _stacks_on_request(ranks):
+        try:
+            return ranks.serve(file, node, max(timeout_seconds, replacement.node_seconds), stopper.check_idle)
+        except LaunchError:
+            if not stopper.stopping:
+                raise
+            return None
+        finally:
+            stopper.cancel()
+            ranks.kill()
 
 
 @contextlib.contextmanager
@@ -131,6 +189,15 @@ class _Stopper:
         """
         if self.stopping:
             raise LaunchError("stopped by a signal while the ranks started")
+
+    def check_idle(self) -> None:
+        """Raise if a signal was received and no rank is left that would end by it.
+
+        Raises:
+            LaunchError: a signal was received.
+        """
+        if not self._ranks.has_ranks:
+            self.check()
 
     def cancel(self) -> None:
         self._timer.cancel()

@@ -56,10 +56,56 @@ class Process:
     failure: Failure | None = None
     has_ended: bool = False
 
+    def send(self, message: Any) -> None:
+        """Send a message to the rank. The end of a rank is detected and reported where its answer is read."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
     def signal(self, signum: int) -> None:
         """Send a signal to the rank and its children. The process group exists until the rank is reaped."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signum)
+
+    def write_stacks(self) -> None:
+        """Make the rank write its Python stacks to its output. Its children get no signal, which would end them."""
+        # `os.kill` reaches the rank alone; `signal` would reach its process group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.popen.pid, signal.SIGUSR1)
+
+    def state(self) -> str:
+        """Return the state letter of the process (proc(5)), or an empty string if the system does not report it."""
+        try:
+            stat = Path(f"/proc/{self.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        # The second field is the program's name in parentheses, which may contain spaces and parentheses itself.
+        return "".join(stat.rpartition(")")[2].split()[:1])
+
+    def exit_code(self) -> int | None:
+        """Return the exit code of a rank whose pipe is closed.
+
+        The process is not reaped (WNOWAIT), so that its process group can still be signalled.
+        """
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is not None:
+                return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            time.sleep(0.01)
+        return None
+
+    def failure_of_end(self) -> Failure:
+        """Return the failure of a rank whose pipe is closed and that has reported none."""
+        return failure_of_end(self.exit_code(), self.tail())
+
+    def release(self) -> None:
+        """Kill what remains of the rank and its children, and release its resources."""
+        self.signal(signal.SIGKILL)
+        # Reaped last: until then the process group exists and can be signalled.
+        self.popen.wait()
+        self.connection.close()
+        if self.output is not None:
+            self.output.close()
 
     def tail(self) -> str:
         """Return the last lines of the log."""
@@ -89,7 +135,8 @@ class Output:
 
     def file_of(self, rank: int, *, again: bool = False) -> IO[bytes] | None:
         """Return an open file for a rank's output, or None for the terminal; `again` to append to its log."""
-        if rank <= 0 and self.terminal:
+        # Spare processes have no rank yet.
+        if rank < 0 or (rank == 0 and self.terminal):
             return None
         if self.folder is None:
             return tempfile.TemporaryFile()
@@ -103,8 +150,10 @@ class LocalRanks:
 
     Args:
         platform: its name.
+        size: ranks of the job.
         timeout_seconds: limit for joining the job and, if the platform supports it, for each collective.
         grace_seconds: time between asking the ranks to end and killing them.
+        num_nodes: machines of the job, with equally many ranks each.
     """
 
     platform: str
@@ -112,6 +161,7 @@ class LocalRanks:
     output: Output = field(default_factory=Output)
     timeout_seconds: float = 300.0
     grace_seconds: float = 5.0
+    num_nodes: int = 1
     _processes: list[Process] = field(default_factory=list)
 
     def start(self, check: Callable[[], None] = lambda: None) -> None:
@@ -165,11 +215,9 @@ class LocalRanks:
             process.signal(signum)
 
     def write_stacks(self) -> None:
-        """Make every rank write its Python stacks to its output. Its children get no signal, which would end them."""
-        # `os.kill` reaches the rank alone; `Process.signal` would reach its process group.
+        """Make every rank write its Python stacks to its output."""
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(process.popen.pid, signal.SIGUSR1)
+            process.write_stacks()
 
     def stop(self) -> None:
         """End the ranks normally, and kill those that have not ended within the grace time."""
@@ -179,15 +227,21 @@ class LocalRanks:
 
     def terminate(self) -> None:
         """End the ranks by SIGTERM, and by SIGKILL after the grace time."""
-        self.signal(signal.SIGTERM)
-        # A stopped process handles SIGTERM only after SIGCONT.
-        self.signal(signal.SIGCONT)
+        for process in self._processes:
+            process.signal(signal.SIGTERM)
+            # A stopped process handles SIGTERM only after SIGCONT.
+            process.signal(signal.SIGCONT)
         self._await_end(self.grace_seconds)
         self._clear()
 
     def kill(self) -> None:
         """Kill the ranks without a grace time."""
         self._clear()
+
+    @property
+    def has_ranks(self) -> bool:
+        """True if a process of a rank has not ended."""
+        return any(not process.has_ended for process in self._processes)
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -207,8 +261,12 @@ class LocalRanks:
 
     def _set_up(self, process: Process, **options: Any) -> None:
         """Send a process its first message; `options` are further fields of `Setup`."""
-        place = (self.platform, process.rank, self.size, self.timeout_seconds, self.argv)
+        place = (self.platform, process.rank, self.size, self._local_size, self.timeout_seconds, self.argv)
         self._send(process, Setup(*place, **options))
+
+    @property
+    def _local_size(self) -> int:
+        return self.size // self.num_nodes
 
     def _spawn(self, rank: int, *, again: bool = False) -> Process:
         output = self.output.file_of(rank, again=again)
@@ -218,8 +276,10 @@ class LocalRanks:
             is_main = threading.current_thread() is threading.main_thread()
             path = json.dumps([entry or os.getcwd() for entry in sys.path])
             inherited = {name: value for name, value in os.environ.items() if not _is_launchers(name)}
-            place = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
-            environment = inherited | threads_of_rank(self.size)
+            node, local_rank = (0, rank) if rank < 0 else divmod(rank, self._local_size)
+            place = {"RANK": rank, "WORLD_SIZE": self.size, "GROUP_RANK": node}
+            place |= {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": self._local_size}
+            environment = inherited | threads_of_rank(self._local_size)
             environment |= {name: str(value) for name, value in place.items()}
             popen = start_process(
                 # -P: modules in the working directory, such as a json.py, must not shadow the imports of _START.
@@ -239,9 +299,7 @@ class LocalRanks:
             self._send(process, message)
 
     def _send(self, process: Process, message: Any) -> None:
-        # The end of a rank is detected and reported where its answer is read.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            process.connection.send(message)
+        process.send(message)
 
     def _collect(self, processes: Sequence[Process], timeout_seconds: float | None) -> list[Any]:
         """Return one answer of each process. Raise as soon as any rank fails."""
@@ -267,10 +325,12 @@ class LocalRanks:
             except (EOFError, ConnectionResetError):
                 process.has_ended = True
                 if process.failure is None:
-                    process.failure = failure_of_end(_exit_code(process), process.tail())
+                    process.failure = process.failure_of_end()
                 continue
             if isinstance(message, Failed):
                 process.failure = failure_of_exception(message)
+            elif isinstance(message, Failure):
+                process.failure = message
             else:
                 yield process, message.value if isinstance(message, Returned) else message
 
@@ -289,7 +349,7 @@ class LocalRanks:
         lines += [f"rank {other} {failure.headline}" for other, failure in others]
         silent = [process for process in self._processes if not process.failure and not process.has_ended]
         # A stopped rank never reports anything, and may be what the others timed out on.
-        stopped = [process for process in silent if state_of(process) in _STOPPED_STATES]
+        stopped = [process for process in silent if process.state() in _STOPPED_STATES]
         lines += [f"rank {process.rank} is stopped, as by SIGSTOP" for process in stopped]
         message = "\n".join(line.rstrip() for line in lines if line)
         error = (_AddressTaken if first.address_in_use else LaunchError)(message, rank, first.kind, first.signal)
@@ -313,7 +373,7 @@ class LocalRanks:
             begins = [
                 (process, begin)
                 for process, begin in begins
-                if _LAST_FRAME not in process.end_of_output(begin) and state_of(process) not in SILENT_STATES
+                if _LAST_FRAME not in process.end_of_output(begin) and process.state() not in SILENT_STATES
             ]
             time.sleep(0.02)
 
@@ -329,17 +389,8 @@ class LocalRanks:
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for process in self._processes:
-            self._release(process)
+            process.release()
         self._processes = []
-
-    def _release(self, process: Process) -> None:
-        """Kill what remains of a rank and its children, and release its resources."""
-        process.signal(signal.SIGKILL)
-        # Reaped last: until then the process group exists and can be signalled.
-        process.popen.wait()
-        process.connection.close()
-        if process.output is not None:
-            process.output.close()
 
 
 def _check_loopback() -> None:
@@ -387,30 +438,6 @@ def _is_launchers(name: str) -> bool:
         "RANK_ID",
         "RANK_SIZE",
     )
-
-
-def state_of(process: Process) -> str:
-    """Return the state letter of a rank's process (proc(5)), or an empty string if the system does not report it."""
-    try:
-        stat = Path(f"/proc/{process.popen.pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # The second field is the program's name in parentheses, which may contain spaces and parentheses itself.
-    return "".join(stat.rpartition(")")[2].split()[:1])
-
-
-def _exit_code(process: Process) -> int | None:
-    """Return the exit code of a rank whose pipe is closed.
-
-    The process is not reaped (WNOWAIT), so that its process group can still be signalled.
-    """
-    deadline = time.monotonic() + _END_SECONDS
-    while time.monotonic() < deadline:
-        found = os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None:
-            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        time.sleep(0.01)
-    return None
 
 
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|address (is )?already in use|errno: 98", re.IGNORECASE)

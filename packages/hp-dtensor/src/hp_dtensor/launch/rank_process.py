@@ -36,6 +36,7 @@ class Setup:
     """First message to a rank: the platform, its rank and the size of the job.
 
     Attributes:
+        local_size: ranks on each machine of the job.
         replaces: ranks that die are replaced.
         preload: function to import; then a second `Setup` follows when this spare process takes the place of a rank.
         log: file to write to from now on; empty: no other one.
@@ -44,11 +45,16 @@ class Setup:
     platform: str
     rank: int
     size: int
+    local_size: int
     timeout_seconds: float
     argv: tuple[str, ...]
     replaces: bool = False
     preload: str = ""
     log: str = ""
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank % self.local_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +103,8 @@ class Generation:
         lost_at: `time.monotonic()` of the death that ended the generation before, on the clock of this machine.
         reason: how the replaced ranks ended, for messages.
         is_last: no further death is survived; the ranks should save their state, and end.
+        lacks_node: the reason for `is_last`: no other machine has taken the place of a lost one in time.
+        hosts: the address of each machine, in the order of their ranks. Each has equally many ranks.
     """
 
     number: int = 0
@@ -104,6 +112,8 @@ class Generation:
     lost_at: float = 0.0
     reason: str = ""
     is_last: bool = False
+    lacks_node: bool = False
+    hosts: tuple[str, ...] = ("127.0.0.1",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +325,9 @@ def _join(link: Link, setup: Setup, platform: Platform) -> None:
         link.send(free_address())
     address = link.receive()
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address.split(":")
-    platform.connect(setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
+    platform.connect(
+        setup.rank, setup.size, address, timeout_seconds=setup.timeout_seconds, local_rank=setup.local_rank
+    )
 
 
 def free_address() -> str:
@@ -384,7 +396,8 @@ class _Member:
     def _take_place(self, setup: Setup) -> None:
         """Become a rank, in a process that was started as a spare."""
         self._setup = setup
-        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(setup.rank)
+        place = {"RANK": setup.rank, "LOCAL_RANK": setup.local_rank, "GROUP_RANK": setup.rank // setup.local_size}
+        os.environ |= {name: str(value) for name, value in place.items()}
         if setup.log:
             log = os.open(setup.log, os.O_WRONLY | os.O_APPEND)
             for stream in (sys.stdout, sys.stderr):
@@ -395,7 +408,9 @@ class _Member:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meet.address.split(":")
         setup, self.memory = self._setup, meet.memory
         connect = self._platform.connect if meet.memory else self._platform.connect_served
-        connect(setup.rank, setup.size, meet.address, timeout_seconds=setup.timeout_seconds, local_rank=setup.rank)
+        connect(
+            setup.rank, setup.size, meet.address, timeout_seconds=setup.timeout_seconds, local_rank=setup.local_rank
+        )
 
     def _end(self) -> None:
         self.has_ended = True

@@ -1,4 +1,4 @@
-"""`ReplacedRanks`: local ranks of which those that die are replaced while the others keep their processes.
+"""`ReplacedRanks`: ranks of which those that die are replaced while the others keep their processes.
 
 The parent serves the meeting point of each generation of ranks, so that any rank may die, rank 0 too. When one has
 died, the parent starts a process in its place and sends the survivors a `Leave`. Their collectives fail, because the
@@ -27,7 +27,6 @@ from hp_dtensor.launch.local_ranks import (
     LocalRanks,
     Process,
     interrupts_blocked,
-    state_of,
 )
 from hp_dtensor.launch.rank_process import (
     HOST,
@@ -59,19 +58,21 @@ class Replacement:
     """Rules for the replacement of ranks that die.
 
     Attributes:
-        most: deaths that are survived in a run. After a further one the ranks meet once more, to save their state
-            (`Generation.is_last`).
+        most: deaths that are survived in a run; a lost machine counts as one. After a further one the ranks meet once
+            more, to save their state (`Generation.is_last`).
         stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
         report: called with messages for the user.
         spares: processes that have imported everything and wait, so that a newcomer needs no start. While they import,
             RANK and LOCAL_RANK are -1; they get those of the rank with its place. Where all ranks start again after a
-            death, each takes one.
+            death, each takes one. With several machines, on each one.
+        node_seconds: time in which another machine may take the place of a lost one.
     """
 
     most: int
     stopped_seconds: float = 10.0
     report: Callable[[str], None] = print
     spares: int = 0
+    node_seconds: float = 300.0
 
 
 @dataclass(slots=True)
@@ -99,7 +100,8 @@ class ReplacedRanks(LocalRanks):
             # Asked of the ranks: on such a platform this process needs no framework, which would also change the
             # variables that decide whether ranks can be forked.
             if any(each.joins_once for each in self._import_frameworks(check)):
-                self._memory = _files_in_memory(_FILES_OF_RANK * self.size)
+                self._memory = self._make_memory()
+            self._generation = Generation(hosts=self._hosts())
             self._invite()
             self._collect(self._processes, self.timeout_seconds)
         except BaseException:
@@ -160,7 +162,7 @@ class ReplacedRanks(LocalRanks):
         while True:
             # Ranks that a stop signal has ended are not replaced.
             self._check()
-            num_uncounted = max(0, len(dead) - num_counted)
+            num_uncounted = max(0, self._count(dead) - num_counted)
             num_counted = 0 if dead else num_counted
             self._num_deaths += num_uncounted
             # Ranks that were killed because they hung do not end the generation that begins without them.
@@ -175,20 +177,22 @@ class ReplacedRanks(LocalRanks):
             fresh = set(range(self.size)) if self._memory else {process.rank for process in dead}
             newcomers |= fresh
             self._joining |= fresh
-            is_last = self._num_deaths > self.replacement.most
-            names = tuple(sorted(newcomers))
-            self._generation = Generation(number, names, lost_at, "; ".join(reasons), is_last)
+            lacks_node = not self._find_nodes()
+            is_last = lacks_node or self._num_deaths > self.replacement.most
+            names, reason = tuple(sorted(newcomers)), "; ".join(reasons)
+            self._generation = Generation(number, names, lost_at, reason, is_last, lacks_node, self._hosts())
             for process in dead:
                 what = "all ranks start again" if self._memory else "another process takes its place"
                 self.replacement.report(f"{self._describe(process)}; {what}")
             # All at once, before any is waited for.
             for rank in fresh - {process.rank for process in dead}:
                 self._kill(self._processes[rank])
+            # Before the newcomers are started, which takes a while.
+            self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
             for rank in sorted(fresh):
                 self._respawn(self._processes[rank])
             # A stop signal may have come while no rank was there to get it.
             self._check()
-            self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
             dead = self._await(number, Left, fresh, seconds)
             if dead:
                 continue
@@ -260,6 +264,18 @@ class ReplacedRanks(LocalRanks):
         how = failure.headline if failure.signal is None else f"has died ({signal.Signals(failure.signal).name})"
         return f"rank {process.rank} of {self.size} {how}"
 
+    def _count(self, dead: list[Process]) -> int:
+        """Return the number of deaths that `dead` counts as."""
+        return len(dead)
+
+    def _find_nodes(self) -> bool:
+        """Find machines for the ranks of lost ones; return False if no further death is survived for want of one."""
+        return True
+
+    def _hosts(self) -> tuple[str, ...]:
+        """Return the address of each machine of the job."""
+        return (HOST,)
+
     def _error(self) -> LaunchError:
         failed = any(process.failure for process in self._processes)
         return self._failed() if failed else LaunchError("ranks wait for each other")
@@ -272,7 +288,7 @@ class ReplacedRanks(LocalRanks):
     def _kill_stopped(self) -> None:
         now = time.monotonic()
         for process in self._processes:
-            if process.has_ended or state_of(process) not in STOPPED:
+            if process.has_ended or process.state() not in STOPPED:
                 self._stopped_since.pop(process.rank, None)
             elif now - self._stopped_since.setdefault(process.rank, now) > self.replacement.stopped_seconds:
                 self.replacement.report(
@@ -285,27 +301,31 @@ class ReplacedRanks(LocalRanks):
         process.signal(signal.SIGKILL)
 
     def _respawn(self, process: Process) -> None:
-        self._release(process)
+        process.release()
+        self._processes[process.rank] = self._start_again(process.rank)
+
+    def _start_again(self, rank: int) -> Process:
+        """Return a process for a rank: a spare one, or a new one."""
         spare = self._take_spare()
         if spare is None:
             with interrupts_blocked():
-                started = self._processes[process.rank] = self._spawn(process.rank, again=True)
+                started = self._spawn(rank, again=True)
             self._set_up(started)
-            return
-        self._processes[process.rank] = spare
-        spare.rank, spare.output = process.rank, self.output.file_of(process.rank, again=True)
+            return started
+        spare.rank, spare.output = rank, self.output.file_of(rank, again=True)
         # Through this process, because the file may have no name.
         log = "" if spare.output is None else f"/proc/{os.getpid()}/fd/{spare.output.fileno()}"
         self._set_up(spare, log=log)
+        return spare
 
     def _take_spare(self) -> Process | None:
         """Return a spare process that runs. The end of others is no death of a rank."""
         while self._spares:
             spare = self._spares.pop(0)
-            if state_of(spare) not in SILENT_STATES:
+            if spare.state() not in SILENT_STATES:
                 return spare
             self.replacement.report("a spare process has ended or is stopped; it is not used")
-            self._release(spare)
+            spare.release()
         return None
 
     def _start_spares(self, request: Run) -> None:
@@ -326,10 +346,13 @@ class ReplacedRanks(LocalRanks):
     def _set_up(self, process: Process, **options: Any) -> None:
         LocalRanks._set_up(self, process, replaces=True, **options)
 
+    def _make_memory(self) -> list[int]:
+        return _files_in_memory(_FILES_OF_RANK * self.size)
+
     def _invite(self) -> None:
         """Send all ranks the address where they join the next generation."""
         if not self._memory:
-            address, self._close = get_platform(self.platform).serve_meeting_point(HOST)
+            address, self._close = get_platform(self.platform).serve_meeting_point(self._hosts()[0])
             self._send_all(Meet(self._generation, address))
             return
         address = free_address()

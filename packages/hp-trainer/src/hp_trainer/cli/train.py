@@ -39,6 +39,7 @@ from hp_trainer.launch import (
     check_settings,
     is_first_process,
     launch_training,
+    take_node,
     world_size_of,
 )
 from hp_trainer.plugins import registries
@@ -124,6 +125,8 @@ def resume_command(run: str, from_step: int | None, reset_optimizer: bool, overr
     refuse(_other_components(folder, overrides), str(folder.config_file))
     loaded = on_installed_platform(folder.load_config(overrides), overrides)
     before = _before(folder, loaded.config)
+    if loaded.config.launch.nodes is not None:
+        raise click.UsageError("with launch.nodes, continue the run with `hp-train run CONFIG --run.folder=RUN`")
     problems = [*check_resumed_run(loaded, before, world_size_of(loaded.config), registries())]
     # An earlier checkpoint may be from before the optimizer was changed: the ranks compare it with the settings.
     if not reset_optimizer and from_step is None:
@@ -198,6 +201,11 @@ def _new_optimizer(run: RunFolder, before: TrainerConfig, config: TrainerConfig)
 
 def start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
     """Train a new run, or with `may_continue` the one that its folder has."""
+    node = take_node(loaded.config)
+    if node is not None and not may_continue:
+        raise click.UsageError(
+            "launch.nodes needs a run folder that all machines know: hp-train run CONFIG --run.folder=RUN"
+        )
     folder = chosen_run_folder(loaded, Path(title))
     config = resolved(loaded.config, folder)
     num_ranks = world_size_of(config)
@@ -233,11 +241,12 @@ def start(title: str, loaded: LoadedConfig, *, may_continue: bool) -> int:
 
     # Before anything is locked or created. Under a launcher only the settings are checked here: rank 0 checks folder
     # and data in `prepare`, once the ranks are connected and its errors reach all of them.
-    if is_launched():
+    if is_launched() or (node is not None and node.number):
         refuse(check_settings(loaded, num_ranks, registries()), title)
     else:
         check()
-    return _report(launch_training(config, folder, prepare), config)
+    path = launch_training(config, folder, prepare, node=node)
+    return 0 if node is not None and node.number else _report(path, config)
 
 
 def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None) -> str:

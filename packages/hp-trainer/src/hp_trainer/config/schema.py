@@ -434,6 +434,12 @@ class LaunchConfig:
         None, ge=1, description="ranks to start on this machine; null: one per accelerator, or cpu_ranks without any"
     )
     cpu_ranks: int = Field(1, ge=1, description="ranks to start if local_ranks is null and there is no accelerator")
+    nodes: int | None = Field(
+        None,
+        ge=1,
+        description="machines, on each of which the launcher starts one process, which starts local_ranks ranks and "
+        "replaces those that die; further machines are spare; null: what the launcher starts are ranks",
+    )
     timeout_seconds: float = Field(
         300.0, ge=10, description="longest wait for other ranks, at start-up and in collectives, in seconds"
     )
@@ -471,7 +477,9 @@ class FaultToleranceConfig:
     )
     interval: int = Field(10, ge=1, description="steps between two copies; those since the last one are repeated")
     max_deaths: int = Field(
-        10, ge=0, description="deaths of ranks that a job survives; after one more it saves its state and ends"
+        10,
+        ge=0,
+        description="deaths of ranks or machines that a job survives; after one more it saves its state and ends",
     )
     spares: int = Field(
         0,
@@ -481,6 +489,12 @@ class FaultToleranceConfig:
     )
     stopped_seconds: float = Field(
         10.0, gt=0, description="seconds after which a rank that is stopped, as by SIGSTOP, is killed and replaced"
+    )
+    node_seconds: float = Field(
+        300.0,
+        gt=0,
+        description="longest wait for a machine in place of a lost one, in seconds; then the job saves its state and "
+        "ends; with launch.nodes",
     )
 
 

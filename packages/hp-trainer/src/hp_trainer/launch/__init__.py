@@ -10,6 +10,7 @@ from hp_trainer.launch.platforms import (
     import_platform,
     is_first_process,
     no_platform,
+    take_node,
     world_size_of,
 )
 from hp_trainer.launch.preflight import (
@@ -38,6 +39,7 @@ __all__ = [
     "microbatch_problems",
     "no_platform",
     "schedule_problems",
+    "take_node",
     "training_problems",
     "world_size_of",
 ]

@@ -18,12 +18,14 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_dtensor.launch import (
     Generation,
+    Nodes,
     Replacement,
     current_generation,
     from_environment,
     is_launched,
     launch,
     next_generation,
+    serve_node,
 )
 from hp_dtensor.launch.fork_server import forked_ranks
 from hp_dtensor.launch.local_launch import STOP_SIGNALS
@@ -48,6 +50,7 @@ from hp_trainer.exceptions import (
 from hp_trainer.failures import describe_exit, describe_machine_error
 from hp_trainer.generation import write_samples
 from hp_trainer.launch.platforms import (
+    Node,
     chosen_platform,
     import_platform,
     is_first_process,
@@ -69,6 +72,7 @@ def launch_training(
     folder: Path,
     prepare: Callable[[], str | None],
     choice: Choice = "newest that fits",
+    node: Node | None = None,
 ) -> Path:
     """Train on all ranks of a job, and return the run folder when every rank has finished.
 
@@ -78,6 +82,7 @@ def launch_training(
         prepare: called once per job, under the lock, before any rank uses the folder. It fills or opens the run folder
             and returns the name of the checkpoint to continue from, or None to start from the beginning.
         choice: how the ranks load this checkpoint.
+        node: this machine of a job with `launch.nodes`. Only machine 0 calls `prepare`.
 
     Raises:
         RunLockedError: another job trains this run.
@@ -85,6 +90,9 @@ def launch_training(
         StoppedError: a signal ended the run before its last step.
         HPError: whatever `prepare` raises, or the training if this process is a rank.
     """
+    if node is not None and node.number:
+        _raise_if_stopped(_train_on_node(config, RunFolder(folder), node), RunFolder(folder), config)
+        return folder
     with ExitStack() as stack:
         platform = stack.enter_context(_importing(config))
 
@@ -95,9 +103,9 @@ def launch_training(
                 folder.mkdir(parents=True)
             lock = stack.enter_context(RunLock(folder))
             # Ranks on other machines may have another working directory.
-            return str(folder.absolute() if is_launched() else folder), lock.nonce, prepare()
+            return str(folder.absolute() if is_launched() or node else folder), lock.nonce, prepare()
 
-        return _train(config, platform, start, choice)
+        return _train(config, platform, start, choice, node)
 
 
 @contextlib.contextmanager
@@ -108,7 +116,8 @@ def _importing(config: TrainerConfig) -> Iterator[Platform | str]:
         The platform, or its name where this process needs no framework.
     """
     name = chosen_platform(config.platform)
-    if is_launched() or not isinstance(name, str) or _trains_here(config) or num_accelerators(name):
+    is_here = is_launched() or config.launch.nodes is not None or _trains_here(config)
+    if is_here or not isinstance(name, str) or num_accelerators(name):
         yield import_platform(config.platform)
         return
     report_import(name)
@@ -122,7 +131,11 @@ def _trains_here(config: TrainerConfig) -> bool:
 
 
 def _train(
-    config: TrainerConfig, platform: Platform | str, start: Callable[[], tuple[str, str, str | None]], choice: Choice
+    config: TrainerConfig,
+    platform: Platform | str,
+    start: Callable[[], tuple[str, str, str | None]],
+    choice: Choice,
+    node: Node | None,
 ) -> Path:
     """Train on all ranks; `start` locks and prepares the run, and returns its folder, lock and checkpoint."""
     name = platform if isinstance(platform, str) else platform.name
@@ -131,7 +144,7 @@ def _train(
             report(
                 "fault_tolerance has no effect: these ranks were started by another launcher, which ends all when one "
                 "dies, and restarts them from the newest checkpoint if it is told to. Ranks that hp-train itself "
-                "starts on one machine go on"
+                "starts go on: with launch.nodes on several machines"
             )
         world = from_environment(platform, config.launch.timeout_seconds)
         # Only rank 0 runs `start`; its errors are raised on all ranks, which then end together.
@@ -145,18 +158,53 @@ def _train(
         path, owner, checkpoint = start()
         arguments = (path, owner, checkpoint, name, True, choice)
         # In this process: a second one would import the framework again.
-        ended_by = _train_here(config, *arguments) if _trains_here(config) else _train_on_local_ranks(config, arguments)
-    if ended_by is not None:
-        # After the ranks have ended, when the checkpoint of the stop is complete.
-        advice = _how_to_continue(RunFolder(Path(path)), config)
-        raise StoppedError(f"stopped by {signal.Signals(ended_by).name}. {advice}", ended_by)
+        if _trains_here(config):
+            ended_by = _train_here(config, *arguments)
+        else:
+            ended_by = _train_on_local_ranks(config, arguments, node)
+    _raise_if_stopped(ended_by, RunFolder(Path(path)), config)
     return Path(path)
 
 
-def _train_on_local_ranks(config: TrainerConfig, arguments: RankArguments) -> int | None:
+def _raise_if_stopped(ended_by: int | None, run: RunFolder, config: TrainerConfig) -> None:
+    if ended_by is not None:
+        # After the ranks have ended, when the checkpoint of the stop is complete.
+        advice = _how_to_continue(run, config)
+        raise StoppedError(f"stopped by {signal.Signals(ended_by).name}. {advice}", ended_by)
+
+
+def _nodes_file(run: RunFolder) -> Path:
+    return run.path / "nodes.json"
+
+
+def _train_on_node(config: TrainerConfig, run: RunFolder, node: Node) -> int | None:
+    """Run the ranks of a machine other than the first, which directs them."""
+    try:
+        ended_by: int | None = serve_node(
+            run_rank,
+            _nodes_file(run),
+            node.number,
+            config.launch.nodes or 1,
+            world_size_of(config),
+            import_platform(config.platform),
+            replacement=_replacement(config),
+            log_dir=run.logs,
+            timeout_seconds=config.launch.timeout_seconds,
+            stop_seconds=config.launch.stop_seconds,
+        )
+    except Interrupted as interrupted:
+        return int(interrupted.signal)
+    return ended_by
+
+
+def _train_on_local_ranks(config: TrainerConfig, arguments: RankArguments, node: Node | None) -> int | None:
     report(f"starting {world_size_of(config)} ranks on {arguments[3]}")
     try:
-        return run_with_restarts(run_rank, arguments, config)
+        if node is None or config.launch.nodes is None:
+            return run_with_restarts(run_rank, arguments, config)
+        with Nodes(config.launch.nodes, _nodes_file(RunFolder(Path(arguments[0]))), node.host) as nodes:
+            ended_by = nodes.result = run_with_restarts(run_rank, arguments, config, nodes)
+            return ended_by
     except LaunchError as error:
         ended_by = stopped_by(error)
         if ended_by is not None:
@@ -291,10 +339,11 @@ def _train_rank(
         )
     if generation is not None and generation.is_last:
         trainer.run(only_save=True)
-        raise MachineError(
-            f"{generation.reason}: more ranks have died than fault_tolerance.max_deaths = "
-            f"{config.fault_tolerance.max_deaths}, and this state has been saved"
-        )
+        why = f"more ranks have died than fault_tolerance.max_deaths = {config.fault_tolerance.max_deaths}"
+        if generation.lacks_node:
+            seconds = config.fault_tolerance.node_seconds
+            why = f"no other machine has come within fault_tolerance.node_seconds = {seconds:g}"
+        raise MachineError(f"{generation.reason}: {why}, and this state has been saved")
     return trainer.run()
 
 
@@ -403,7 +452,7 @@ _PAUSE_SECONDS = 1.0
 
 
 def run_with_restarts(
-    run_rank: Callable[..., int | None], arguments: RankArguments, config: TrainerConfig
+    run_rank: Callable[..., int | None], arguments: RankArguments, config: TrainerConfig, nodes: Nodes | None = None
 ) -> int | None:
     """Run a job on local ranks; return the signal that ended it before its last step, or None when it is done.
 
@@ -413,6 +462,7 @@ def run_with_restarts(
     Args:
         run_rank: called with `arguments` on each rank; the third argument is the name of the checkpoint to continue
             from.
+        nodes: the machines of the job; None: this one.
 
     Raises:
         LaunchError: a rank failed, and no restart is left or a restart would not help.
@@ -422,7 +472,7 @@ def run_with_restarts(
     restarts_left, failures = config.launch.max_restarts, 0
     while True:
         try:
-            return _run_once(run_rank, (path, owner, checkpoint, *rest), config, run.logs)
+            return _run_once(run_rank, (path, owner, checkpoint, *rest), config, run.logs, nodes)
         except LaunchError as error:
             # A rank that was stopped by a signal has not failed.
             if not config.launch.max_restarts or error.kind in _FINAL or stopped_by(error) is not None:
@@ -469,10 +519,8 @@ def _run_once(
     arguments: tuple[Any, ...],
     config: TrainerConfig,
     logs: Path,
+    nodes: Nodes | None,
 ) -> int | None:
-    settings, replacement = config.fault_tolerance, None
-    if settings.copies is not None:
-        replacement = Replacement(settings.max_deaths, settings.stopped_seconds, report, settings.spares)
     try:
         ended_by: list[int | None] = launch(
             run_rank,
@@ -482,10 +530,18 @@ def _run_once(
             log_dir=logs,
             timeout_seconds=config.launch.timeout_seconds,
             stop_seconds=config.launch.stop_seconds,
-            replacement=replacement,
+            replacement=None if config.fault_tolerance.copies is None else _replacement(config),
+            nodes=nodes,
         )
     except Interrupted as interrupted:
         # `launch` has forwarded the signal and waited for the ranks to end.
         return int(interrupted.signal)
     # All ranks agree on the signal, see `Trainer.run`.
     return ended_by[0]
+
+
+def _replacement(config: TrainerConfig) -> Replacement:
+    settings = config.fault_tolerance
+    return Replacement(
+        settings.max_deaths, settings.stopped_seconds, report, settings.spares, node_seconds=settings.node_seconds
+    )

@@ -7,14 +7,15 @@ import difflib
 import functools
 import os
 import sys
+from dataclasses import dataclass
 
 from hp_dtensor.exceptions import PlatformError
-from hp_dtensor.launch import is_launched, rank_environment
+from hp_dtensor.launch import is_launched, leave_launcher, rank_environment
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.plugins import call_each, plugin_manager
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import Problem, join_choices
+from hp_trainer.exceptions import ConfigError, Problem, join_choices
 
 
 def chosen_platform(name: str | None) -> str | Problem:
@@ -123,14 +124,48 @@ def installed_platforms() -> list[str]:
     return sorted(one.plugin_name for one in plugin_manager().hook.hp_platform.get_hookimpls())
 
 
+@dataclass(frozen=True)
+class Node:
+    """A machine of a job, whose process starts the ranks there and is none of them.
+
+    Attributes:
+        number: its number in the job; the process of machine 0 decides for all.
+        host: address of machine 0.
+    """
+
+    number: int
+    host: str
+
+
+def take_node(config: TrainerConfig) -> Node | None:
+    """Return this machine of a job with `launch.nodes`, after which this process is no rank; None without them.
+
+    Raises:
+        ConfigError: no launcher has started this process.
+    """
+    if config.launch.nodes is None:
+        return None
+    found = leave_launcher()
+    if found is None:
+        problem = Problem(
+            path="launch.nodes",
+            what="no launcher has started this process: machines know their numbers from it",
+            expected="null, or one process on each machine by srun --ntasks-per-node=1 or torchrun --nproc-per-node=1",
+            got=str(config.launch.nodes),
+        )
+        raise ConfigError([problem], "this machine of the job")
+    return Node(found.rank, found.address.rpartition(":")[0])
+
+
 def world_size_of(config: TrainerConfig) -> int:
     """Return the number of ranks of the job.
 
-    It is that of the launcher that started this process, else `launch.local_ranks`, else one per accelerator of this
-    machine, else `launch.cpu_ranks`.
+    It is that of the launcher that started this process, else `launch.nodes` times `launch.local_ranks`, else one per
+    accelerator of this machine, else `launch.cpu_ranks`.
     """
     found = rank_environment() if is_launched() else None
     if found is not None:
         return found.size
     # `num_accelerators` loads a framework, which takes seconds, so it comes second.
-    return config.launch.local_ranks or num_accelerators(config.platform) or config.launch.cpu_ranks
+    local_ranks = config.launch.local_ranks or num_accelerators(config.platform) or config.launch.cpu_ranks
+    return local_ranks * (config.launch.nodes or 1)

@@ -126,6 +126,10 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
             yield from _compiler_problems(config.training.compile_backend, platform)
         if config.fault_tolerance.copies is not None and not is_launched():
             yield from recovery_problems(config, world_size)
+    if config.launch.nodes is not None and config.fault_tolerance.copies is None:
+        what = "hp-train starts the ranks of several machines only to replace those that die"
+        hint = "fault_tolerance.copies=1, or launch.nodes=null and a launcher that starts all ranks"
+        yield Problem(path="launch.nodes", what=what, expected="null", got=str(config.launch.nodes), hint=hint)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
     reference = config.training.compare_with
     # On other machines the first rank may be the only one that has it.

@@ -1,9 +1,10 @@
 """Copies of the training state in memory, from which all ranks go on together after one has died.
 
-Every few steps each rank copies its shards to host memory, and a thread sends them to a partner, the next rank. The
-next copy starts when a step's all-reduce has told that all partners have the last one; so of two copies at least one is
-complete on all ranks at any time. After a death the newest step is chosen whose state each rank has, or another rank
-for it: its partner, or a replica, whose own copy is the same. Files are read only if a checkpoint is newer.
+Every few steps each rank copies its shards to host memory, and a thread sends them to a partner: the next rank, or with
+several machines the rank with the same place on the next one. The next copy starts when a step's all-reduce has told
+that all partners have the last one; so of two copies at least one is complete on all ranks at any time. After a death
+the newest step is chosen whose state each rank has, or another rank for it: its partner, or a replica, whose own copy
+is the same. Files are read only if a checkpoint is newer.
 
 Where all ranks start again after a death, each takes its copies to memory that outlives it, and nothing is sent.
 """
@@ -41,7 +42,6 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import box_of, named_state
 
-_HOST = "127.0.0.1"
 _ALIGNMENT = 64
 _LENGTHS = struct.Struct("!QQ")
 _TOKEN_BYTES = 16
@@ -190,11 +190,16 @@ def replicas_of(config: TrainerConfig, platform: Platform) -> list[int]:
     return [rank for rank in ranks if rank != world.rank]
 
 
+def partner_of(rank: int, size: int, num_hosts: int) -> int:
+    """Return the rank that holds a rank's snapshots: on another machine if there are several."""
+    return (rank + (size // num_hosts if num_hosts > 1 else 1)) % size
+
+
 class StateCopies:
     """The snapshots of this process: its own, and those that it holds for other ranks. They outlive generations.
 
     Args:
-        partner: send each snapshot to the next rank; False: the replicas have the same state.
+        partner: send each snapshot to another rank; False: the replicas have the same state.
         interval: steps between two snapshots.
         memory: files that outlive this process, for its two last snapshots; see `lasting_memory`. The partner and the
             replicas then get none.
@@ -227,7 +232,9 @@ class StateCopies:
         Returns:
             None: there is no step whose state all ranks could have, as at the start of a job.
         """
-        self._exchange = exchange = _Exchange(self)
+        generation = hp_dtensor.launch.current_generation()
+        hosts = generation.hosts if generation is not None else ("127.0.0.1",)
+        self._exchange = exchange = _Exchange(self, hosts[world.rank * len(hosts) // world.size])
         with self._lock:
             held = {rank: sorted(of_rank) for rank, of_rank in self._held.items()}
         fact: dict[str, Any] = {"own": sorted(self._own), "held": held, "replicas": list(replicas)}
@@ -235,7 +242,7 @@ class StateCopies:
         fact |= {"number": self._number, "step": self.step, **exchange.address}
         gathered = world.all.all_gather_bytes(json.dumps(fact).encode())
         facts = [json.loads(each) for each in gathered]
-        exchange.connect(world.rank, facts)
+        exchange.connect(world.rank, partner_of(world.rank, world.size, len(hosts)), facts)
         sources = choose_sources(facts)
         self._number = max(fact["number"] for fact in facts)
         self.lost_step = max(fact["step"] for fact in facts)
@@ -397,20 +404,21 @@ class _Exchange:
 
     Args:
         copies: receives the snapshots that this rank holds for others.
+        host: address of this machine for the other ranks.
 
     Attributes:
         address: how other ranks reach this one, as JSON values.
         rank, next_rank: this rank, and the partner that holds its snapshots.
     """
 
-    def __init__(self, copies: StateCopies) -> None:
+    def __init__(self, copies: StateCopies, host: str) -> None:
         self._copies = copies
-        self._server = socket.create_server((_HOST, 0))
+        self._server = socket.create_server((host, 0))
         # Other users of this machine may connect, too.
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self.address = {"port": self._server.getsockname()[1], "token": self._token.hex()}
+        self.address = {"host": host, "port": self._server.getsockname()[1], "token": self._token.hex()}
         self.rank = self.next_rank = 0
-        self._peers: list[tuple[int, bytes]] = []
+        self._peers: list[tuple[str, int, bytes]] = []
         self._sockets: dict[int, socket.socket] = {}
         self._accepted: list[socket.socket] = []
         self._arrived: dict[int, Snapshot] = {}
@@ -422,10 +430,10 @@ class _Exchange:
         for thread in self._threads:
             thread.start()
 
-    def connect(self, rank: int, facts: Sequence[Mapping[str, Any]]) -> None:
-        """Set this rank and the addresses of all; connections are made on first use."""
-        self.rank, self.next_rank = rank, (rank + 1) % len(facts)
-        self._peers = [(fact["port"], bytes.fromhex(fact["token"])) for fact in facts]
+    def connect(self, rank: int, partner: int, facts: Sequence[Mapping[str, Any]]) -> None:
+        """Set this rank, its partner and the addresses of all; connections are made on first use."""
+        self.rank, self.next_rank = rank, partner
+        self._peers = [(fact["host"], fact["port"], bytes.fromhex(fact["token"])) for fact in facts]
 
     def send(self, rank: int, snapshot: Snapshot, kind: Kind, done: Callable[[], None] = lambda: None) -> None:
         """Start sending a snapshot; `done` is called in the sender's thread when the other rank has it."""
@@ -488,8 +496,8 @@ class _Exchange:
             raise ConnectionError("the connection was closed")
 
     def _connect(self, rank: int) -> socket.socket:
-        port, token = self._peers[rank]
-        connection = socket.create_connection((_HOST, port))
+        host, port, token = self._peers[rank]
+        connection = socket.create_connection((host, port))
         with self._changed:
             self._sockets[rank] = connection
             if self._closed.is_set():

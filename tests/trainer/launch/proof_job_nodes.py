@@ -1,0 +1,64 @@
+"""Machines die with their ranks, and the others go on: with the bits of an undisturbed run.
+
+All machines are processes here, as in `test_job_nodes.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import pytest
+from running_commands import losses_of
+from test_job_nodes import commands, finish
+from test_job_recovery import OPTIONS, expect_same
+
+pytestmark = pytest.mark.real_ranks
+
+FOUR_RANKS = ("--launch.local_ranks=2", "--parallel.dp_shard=4")
+
+
+@pytest.fixture
+def node(folder, hp_train, hp_platform, monkeypatch):
+    return commands(folder, hp_train, hp_platform, monkeypatch)
+
+
+def test_ranks_die_on_each_node_and_so_does_a_node(folder, node):
+    plain = [node(number, *FOUR_RANKS, "--run.folder=plain") for number in range(2)]
+    finish(*plain)
+    kills = dict.fromkeys(("3:3:forward", "5:0:backward", "7:1:optimizer"), signal.SIGKILL)
+    first, second = (node(number, *FOUR_RANKS, kills=kills | {"8:2:parent": signal.SIGKILL}) for number in range(2))
+    assert second.finish()[0] == -signal.SIGKILL
+    # The launcher starts it again.
+    err, _ = finish(first, node(1, *FOUR_RANKS))
+    assert sorted(path.name for path in folder.glob("*:*:*")) == sorted([*kills, "8:2:parent"])
+    assert "without copies" not in err
+    assert re.search(r"rank 2 of 4 was lost with its machine, 127.0.0.1", err), err
+    expect_same(folder / "out", folder / "plain")
+    assert losses_of(folder / "out") == losses_of(folder / "plain")
+    assert not (folder / "out" / "nodes.json").exists()
+
+
+def test_a_spare_node_takes_a_place_and_without_one_the_state_is_saved(lab, folder, node):
+    settings = ("--fault_tolerance.node_seconds=3",)
+    kills = {"4:1:parent": signal.SIGKILL, "8:1:parent": signal.SIGKILL}
+    first, second, spare = (node(number, *settings, kills=kills) for number in range(3))
+    code, _, err = first.finish()
+    assert code == 1
+    assert [each.finish()[0] for each in (second, spare)] == [-signal.SIGKILL] * 2
+    assert "no other machine has come within fault_tolerance.node_seconds = 3, and this state has been saved" in err
+    assert "without copies" not in err
+    saved = re.search(r"The newest checkpoint is of step ([4-8]) of 10; continue with ", err)
+    assert saved, err
+    plain = lab.run("plain", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS | {"training__steps": int(saved[1])})
+    expect_same(folder / "out", plain.path)
+
+
+def test_the_first_node_is_started_again_and_the_other_one_has_waited(lab, folder, node):
+    settings = ("--checkpoint.interval=3",)
+    first, second = (node(number, *settings, kills={"5:0:parent": signal.SIGKILL}) for number in range(2))
+    assert first.finish()[0] == -signal.SIGKILL
+    _, err = finish(node(0, *settings), second)
+    assert "the first machine of the job is lost; waiting for it" in err
+    plain = lab.run("plain", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS)
+    assert losses_of(folder / "out") == losses_of(plain.path)
