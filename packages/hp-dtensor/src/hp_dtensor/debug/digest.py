@@ -103,7 +103,8 @@ class _HostOps:
 
     @staticmethod
     def linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x @ weight.T
+        result: np.ndarray = x @ weight.T
+        return result
 
     @staticmethod
     def narrow(x: np.ndarray, dim: int, start: int, length: int) -> np.ndarray:
