@@ -16,6 +16,8 @@ from hp_dtensor.debug.operations import pair_operations
 from hp_dtensor.debug.recording import OPERATION, PASSES, Elements, Event, Recording
 from hp_dtensor.exceptions import RecordingError
 
+# Outputs of which the difference is printed.
+_DEPTHS = 6
 # A rounding to nearest changes a number by at most this fraction of it.
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
 # Chosen, not derived: between two recorded tensors each side rounds some ten times, and growth is estimated from a few
@@ -124,11 +126,11 @@ class Comparison:
             vacuous = sum(not each.is_checked for each in checked)
             known = f", {vacuous} of them not checked" if vacuous else ""
             lines.append(f"  before  {len(checked)} tensors are equal or within rounding{known}")
-        if checked:
+        if checked and self.verdict != "equal":
             worst = max(checked, key=lambda each: each.relative / max(each.tolerance, _EXACT))
             lines.append(f"  nearest to the limit: {worst}: {worst.relative:.1e} of {worst.tolerance:.1e}")
         if self.verdict != "equal":
-            lines += list(_growth(self.differences))
+            lines += [*_growth(self.differences), *_by_depth(self.differences)]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -151,14 +153,27 @@ def _growth(differences: Sequence[Difference]) -> Iterator[str]:
     passes = list(dict.fromkeys(each.pass_ for each in differences if each.step))
     steps = sorted({each.step for each in differences if each.step})
     yield "  largest relative difference (and what rounding explains)"
-    yield "  step  " + "".join(f"{name:<20}" for name in passes)
+    yield ("  step  " + "".join(f"{name:<20}" for name in passes)).rstrip()
     for step in steps if len(steps) <= 8 else [*steps[:4], *steps[-4:]]:
         cells = []
         for name in passes:
             found = [each for each in differences if (each.step, each.pass_) == (step, name)]
             worst = max(found, key=lambda each: each.relative / max(each.tolerance, _EXACT), default=None)
             cells.append("" if worst is None else f"{worst.relative:.1e} ({worst.tolerance:.0e})")
-        yield f"  {step:>4}  " + "".join(f"{cell:<20}" for cell in cells)
+        yield (f"  {step:>4}  " + "".join(f"{cell:<20}" for cell in cells)).rstrip()
+
+
+def _by_depth(differences: Sequence[Difference]) -> Iterator[str]:
+    """Yield the differences of some outputs of the last step's forward, from the first one to the last."""
+    step = max((each.step for each in differences), default=0)
+    found = [each for each in differences if (each.step, each.pass_) == (step, "forward")]
+    if len(found) < 2:
+        return
+    chosen = dict.fromkeys(round(at) for at in np.linspace(0, len(found) - 1, _DEPTHS))
+    yield f"  by depth, in the forward of step {step}"
+    width = max(len(found[at].name) for at in chosen)
+    for at in chosen:
+        yield f"    {found[at].name:<{width}}  {found[at].relative:.1e} ({found[at].tolerance:.0e})"
 
 
 def compare(a: Recording, b: Recording) -> Comparison:
