@@ -191,7 +191,8 @@ def test_no_process_is_forked_after_imports_that_a_fork_breaks(hp_platform, tmp_
     server = ForkServer(hp_platform.name, ["imported"])
     assert about(server)["frameworks"] == []
     server.close()
-    assert server._process.returncode == 0
+    # Its threads might never end.
+    assert server._process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.usefixtures("torch_suffices")

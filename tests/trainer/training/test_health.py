@@ -33,10 +33,10 @@ def spoilt(monkeypatch):
         self.calls += 1
         return accumulate(self, batch)
 
-    def agree_spoilt(self, loss, stop):
-        found, stopping = agree(self, loss, stop)
+    def agree_spoilt(self, loss, *flags, **others):
+        found, *rest = agree(self, loss, *flags, **others)
         factor, self.spoilt_by = self.spoilt_by, 1.0
-        return found * factor, stopping
+        return found * factor, *rest
 
     monkeypatch.setattr(OptimizerStep, "accumulate_gradients", accumulate_noted)
     monkeypatch.setattr(OptimizerStep, "agree", agree_spoilt)
