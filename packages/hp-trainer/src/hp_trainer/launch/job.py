@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import hp_dtensor.launch
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_dtensor.launch import (
@@ -23,6 +22,7 @@ from hp_dtensor.launch import (
     current_generation,
     from_environment,
     is_launched,
+    lasting_memory,
     launch,
     next_generation,
     serve_node,
@@ -267,9 +267,7 @@ def _train_through_deaths(
     """Train on this rank, in a new generation of ranks with a new trainer after each death of another rank."""
     settings = config.fault_tolerance
     assert settings.copies is not None
-    # hp-dtensor 0.1.1 has none, and refuses platforms that need it.
-    memory: tuple[str, ...] = getattr(hp_dtensor.launch, "lasting_memory", tuple)()
-    copies = StateCopies(partner=settings.copies > 0, interval=settings.interval, memory=memory)
+    copies = StateCopies(partner=settings.copies > 0, interval=settings.interval, memory=lasting_memory())
     while True:
         failure: Exception
         try:

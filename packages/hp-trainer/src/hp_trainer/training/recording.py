@@ -39,22 +39,21 @@ class StepRecorder:
         self._cp_rank = setup.mesh["cp"].get_local_rank() if setup.dims.cp_enabled else 0
         self._first_row = 0
         self._check_operations()
-        # hp-dtensor 0.1.1 has neither.
-        views = views_of_model(setup.config.model.options, setup.platform)
-        more: dict[str, Any] = {} if views is None else {"views": views}
+        elements = None
         if training.record_elements is not None:
             pass_, _, name = training.record_elements.partition(" ")
-            more["elements"] = pass_, name
+            elements = pass_, name
         self._recorder = Recorder(
             setup.model,
             setup.platform,
             select=_is_in_order,
             # A router's tokens are local to a rank, and so are the parts of their gradients.
             select_gradients=lambda name: "router" not in name.split("."),
+            views=views_of_model(setup.config.model.options, setup.platform),
+            elements=elements,
             buffers=True,
             about=_about(setup),
             first_step=step,
-            **more,
         )
         self._has_warned, self._last = False, 0
         self._reference: Recording | None = None

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import World
 from hp_trainer.records import Straggler
 
@@ -43,8 +42,7 @@ class RankTimes:
     """
 
     def __init__(self, world: World, factor: float | None, peers: tuple[tuple[int, ...], ...]) -> None:
-        # hp-dtensor 0.1.1 does not measure the time in collectives.
-        self._factor = factor if world.size > 1 and hasattr(ProcessGroup, "seconds_waited") else None
+        self._factor = factor if world.size > 1 else None
         self._world, self._peers, self._stragglers = world, peers, _Detector(world.size)
         self._totals = dict.fromkeys(KINDS, 0.0)
         self._kind: str | None = None

@@ -502,7 +502,7 @@ def _check(hp_platform: Platform, case: Case, ops: Any) -> None:
 
 @pytest.mark.parametrize("name", ["amax", "amin", "maximum", "minimum"])
 def test_gradients_of_equal_maxima_add_up(hp_platform: Platform, name: str) -> None:
-    """How equal elements divide a gradient is not specified, but none of it is lost or doubled."""
+    """Equal elements share a gradient in any proportion, but none of it is lost or doubled."""
     x = tensor(hp_platform, [[1.0, 1.0, 1.0], [2.0, 0.0, 2.0]], requires_grad=True)
     y = tensor(hp_platform, [[1.0, 1.0, 1.0], [2.0, 0.0, 2.0]], requires_grad=True)
     if name in ("maximum", "minimum"):
