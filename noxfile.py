@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import nox
+from nox.command import CommandFailed
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -378,8 +380,23 @@ def floor_wheels(session: nox.Session) -> dict[str, dict[str, Path]]:
 @session
 def floors(session: nox.Session) -> None:
     """Import and start each package with its siblings at the oldest allowed versions, if these are not current."""
-    cases = [(f"floor-{name}", (name,), wheels) for name, wheels in floor_wheels(session).items()]
-    at_once(functools.partial(check_subset, session), cases)
+    at_once(functools.partial(check_floor, session), floor_wheels(session).items())
+
+
+def check_floor(session: nox.Session, name: str, wheels: dict[str, Path]) -> str:
+    """Check package `name` and the siblings of its extras with `wheels`, and return the output."""
+    wanted = (name, *installable(each for each in wheels if each not in workspace.closure((name,))))
+    with advice_on_floors(name, wheels):
+        return check_subset(session, f"floor-{name}", wanted, wheels)
+
+
+@contextlib.contextmanager
+def advice_on_floors(name: str, wheels: dict[str, Path]) -> Iterator[None]:
+    """Add to a failed check what to do, since a program that uses what siblings have not released fails so."""
+    try:
+        yield
+    except CommandFailed as failure:
+        raise SetupError(workspace.floor_advice(name, wheels)) from failure
 
 
 @session
@@ -388,7 +405,8 @@ def floor_tests(session: nox.Session) -> None:
     for name, wheels in floor_wheels(session).items():
         siblings, others = workspace.test_requirements(name)
         python = workspace.released(f"floor-tests-{name}", (name, *siblings), wheels, (*others, *TEST_TOOLS))
-        pytest(session, python, f"packages/{name}/tests")
+        with advice_on_floors(name, wheels):
+            pytest(session, python, *one_core(name), f"packages/{name}/tests")
 
 
 @session

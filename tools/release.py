@@ -88,14 +88,16 @@ def next_version(current: Version, step: str, is_released: bool, is_breaking: bo
 
 
 def range_problems(package: workspace.Package, version: Version) -> Iterator[str]:
-    """Yield a line for each sibling whose requirement excludes the new version."""
-    for other in workspace.packages().values():
-        for requirement in map(Requirement, other.requirements):
-            if requirement.name == package.name and not requirement.specifier.contains(version):
-                yield (
-                    f"{other.name} requires {requirement}, which does not admit {version}: widen the range in "
-                    f"packages/{other.name}/pyproject.toml if its tests pass with it"
-                )
+    """Yield a line for each requirement of a package, an extra, an example or a page that excludes the new version."""
+    quoted = re.compile(rf'"({package.name}(?:\[[^]"]*\])?[<>=!~][^"]*)"')
+    for pattern in ("packages/*/pyproject.toml", "examples/*/pyproject.toml", "docs/**/*.md"):
+        for file in sorted(workspace.ROOT.glob(pattern)):
+            for requirement in map(Requirement, quoted.findall(file.read_text(encoding="utf-8"))):
+                if not requirement.specifier.contains(version):
+                    yield (
+                        f"{file.relative_to(workspace.ROOT)} requires {requirement}, which does not admit {version}: "
+                        f"widen the range there if its tests pass with it"
+                    )
 
 
 def public_problems(package: workspace.Package, version: Version) -> Iterator[str]:

@@ -58,13 +58,14 @@ class NoWheelsError(SetupError):
 
 @dataclass(frozen=True)
 class Package:
-    """A package of `packages/`, described by its pyproject.toml."""
+    """A package of `packages/`, described by its pyproject.toml. `extras` are the requirements of all its extras."""
 
     name: str
     folder: Path
     version: str
     text: str
     requirements: tuple[str, ...]
+    extras: tuple[str, ...]
     test_requirements: tuple[str, ...]
 
     @property
@@ -106,6 +107,7 @@ def _load(folder: Path) -> Package:
         version=project["project"]["version"],
         text=text,
         requirements=tuple(project["project"]["dependencies"]),
+        extras=tuple(each for extra in project["project"].get("optional-dependencies", {}).values() for each in extra),
         test_requirements=tuple(project["dependency-groups"]["test"]),
     )
 
@@ -228,13 +230,36 @@ def outside(example: str, wanted: tuple[str, ...], requirements: tuple[str, ...]
 
 
 def floor_wheels(name: str) -> dict[str, Path]:
-    """Return the wheel of each sibling of package `name` at the oldest allowed version."""
+    """Return the wheel of each sibling of package `name` and of its extras at the oldest allowed version."""
     floors = {}
-    for requirement in map(Requirement, packages()[name].requirements):
+    for requirement in map(Requirement, (*packages()[name].requirements, *packages()[name].extras)):
         if requirement.name in PACKAGES:
             (floor,) = (each.version for each in requirement.specifier if each.operator == ">=")
             floors[requirement.name] = wheel_at(packages()[requirement.name], Version(floor))
     return floors
+
+
+def floor_advice(name: str, wheels: dict[str, Path]) -> str:
+    """Return what to do where package `name` does not work with the oldest allowed siblings, which are `wheels`."""
+    lines = [f"{name} does not work with the oldest siblings that packages/{name}/pyproject.toml allows (see above)."]
+    for sibling, wheel in wheels.items():
+        version = Version(wheel.name.split("-")[1])
+        newest = next(reversed(released_versions(sibling)), None)
+        if newest and newest > version:
+            lines.append(f"  If it needs what {sibling} has since {newest}: write {sibling}>={newest} there.")
+        if is_changed(sibling):
+            lines.append(
+                f"  If it needs what {sibling} has not released yet: release that first, and write its new version "
+                f"there:\n    python3 run.py nox -s release -- {sibling} --write"
+            )
+    return "\n".join(lines)
+
+
+def is_changed(name: str) -> bool:
+    """Return True if the sources of a package differ from its newest release, or it has none."""
+    tag = last_release(name)
+    command = ["git", "diff", "--quiet", str(tag), "--", f"packages/{name}/src"]
+    return tag is None or subprocess.run(command, cwd=ROOT).returncode != 0
 
 
 def wheel_at(package: Package, version: Version) -> Path:

@@ -119,10 +119,35 @@ def test_the_stand_in_for_ascend_is_tested_where_it_can_be_compiled(monkeypatch,
 
 def test_siblings_are_required_with_a_floor_and_a_ceiling():
     for package in workspace.packages().values():
-        for requirement in map(workspace.Requirement, package.requirements):
+        for requirement in map(workspace.Requirement, (*package.requirements, *package.extras)):
             if requirement.name in workspace.PACKAGES:
                 assert {each.operator for each in requirement.specifier} == {">=", "<"}
-                assert requirement.specifier.contains(workspace.packages()[requirement.name].version)
+
+
+def test_a_package_that_needs_unreleased_changes_of_a_sibling_is_told_to_release_it(monkeypatch, tmp_path):
+    import noxfile
+
+    def check(session, name, wanted, wheels):
+        if name == "floor-hp-trainer":
+            assert set(wanted) >= {"hp-trainer", "hp-platform-torch"}
+            raise noxfile.CommandFailed("exit code 1")
+        return f"{name} works\n"
+
+    old = {name: tmp_path / f"{name.replace('-', '_')}-0.1.0-py3-none-any.whl" for name in workspace.PACKAGES}
+    newest = {"hp-dtensor": "0.1.0", "hp-fsdp": "0.1.5", "hp-platform-torch": "0.1.0"}
+    monkeypatch.setattr(noxfile, "check_subset", check)
+    monkeypatch.setattr(workspace, "has_wheels", lambda framework: True)
+    monkeypatch.setattr(workspace, "released_versions", lambda name: {workspace.Version(newest[name]): "tag"})
+    monkeypatch.setattr(workspace, "is_changed", lambda name: name == "hp-dtensor")
+    assert noxfile.check_floor(None, "hp-fsdp", {"hp-dtensor": old["hp-dtensor"]}) == "floor-hp-fsdp works\n"
+    with pytest.raises(workspace.SetupError) as failure:
+        noxfile.check_floor(None, "hp-trainer", {name: old[name] for name in newest})
+    assert str(failure.value).splitlines() == [
+        "hp-trainer does not work with the oldest siblings that packages/hp-trainer/pyproject.toml allows (see above).",
+        "  If it needs what hp-dtensor has not released yet: release that first, and write its new version there:",
+        "    python3 run.py nox -s release -- hp-dtensor --write",
+        "  If it needs what hp-fsdp has since 0.1.5: write hp-fsdp>=0.1.5 there.",
+    ]
 
 
 def test_a_package_brings_its_siblings_and_nothing_else():
