@@ -49,7 +49,7 @@ from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import Scoring, TokenChoiceTopKRouter
 from hp_moe.routing import Routing
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"
 
 __all__ = [
     "Activation",
