@@ -37,6 +37,7 @@ nox.options.sessions = [
     "cross_mindspore",
     "subsets",
     "outside",
+    "engines_core",
     "floors",
 ]
 # Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
@@ -57,8 +58,10 @@ KERNEL_TOOLS = {"torch": ("triton>=3.6,<4",), "mindspore": ()}
 OBJECT_STORE = "fsspec>=2024.2"
 # Their models are the reference for conversions from and to Hugging Face.
 ORACLES = {"torch": ("transformers>=5.9,<6", "peft>=0.18"), "mindspore": ()}
+ENGINES_TESTS = "tests/engines"
+ENGINES = ("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".")
 # The tests across packages, without those that have a session and an environment of their own.
-ACROSS = ["tests", "--ignore=tests/house", "--ignore=tests/engines"]
+ACROSS = ["tests", "--ignore=tests/house", f"--ignore={ENGINES_TESTS}"]
 # Those that use the device: others repeat what the conformance suites test, or measure the CPU.
 ON_NPU = (
     "tests/npu_stand_in",
@@ -285,17 +288,24 @@ def cross_mindspore(session: nox.Session) -> None:
 
 
 @session
+def engines_core(session: nox.Session) -> None:
+    """A worker of a real Ray cluster is killed and the run goes on; the files for Kubernetes agree with its schemas."""
+    # In one process: the workers use the cores.
+    selected = session.posargs or [ENGINES_TESTS]
+    run(session, with_engines(), *ENGINES, "-m", "engines_core", *selected, HP_PLATFORM="torch")
+
+
+@session
 def engines(session: nox.Session) -> None:
     """Real Ray and Slurm on this machine, and the files for Kubernetes; `-- skypilot` checks SkyPilot's file."""
-    options = ("-m", "pytest", "-c", "pyproject.toml", "--rootdir", ".")
     if session.posargs == ["skypilot"]:
-        run(session, skypilot(), *options, "tests/engines/test_skypilot_file.py")
+        run(session, skypilot(), *ENGINES, f"{ENGINES_TESTS}/test_skypilot_file.py")
         return
     # Where Debian has the daemons, also if the user's path lacks it.
     if shutil.which("slurmd", path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])) is None:
         session.log("slurmd is not installed, so Slurm is not tested; on Debian, as root: apt install slurm-wlm munge")
     # In one process: each engine starts several ranks.
-    run(session, with_engines(), *options, *(session.posargs or ["tests/engines"]), HP_PLATFORM="torch")
+    run(session, with_engines(), *ENGINES, *(session.posargs or [ENGINES_TESTS]), HP_PLATFORM="torch")
 
 
 @session

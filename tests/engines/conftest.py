@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+# Ray reads them when it is imported. Without them it would write a token into the user's home.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 CONFIG = """\
 model:
@@ -61,6 +65,10 @@ def hp_before_step(record):
             os.kill(os.getpid(), signal.Signals[name])
             time.sleep(30 if name == "SIGKILL" else 0)
 """
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "engines_core: run by the session of this name, which is a default one")
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,8 @@ from torch.distributed.run import parse_args
 
 from hp_trainer.cli.train import run_command
 
+pytestmark = pytest.mark.engines_core
+
 CLUSTERS = Path(__file__).parents[2] / "examples" / "clusters"
 
 

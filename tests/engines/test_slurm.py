@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "clusters" / "slurm.sbatch"
 NODES_SCRIPT = SCRIPT.with_name("slurm_nodes.sbatch")
 # Debian has the daemons there, which is not on every user's path.
 PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin"])
-WAIT_SECONDS = 200
+WAIT_SECONDS = 600
 
 pytestmark = pytest.mark.skipif(
     any(shutil.which(each, path=PATH) is None for each in ("slurmd", "slurmctld", "munged")),
