@@ -14,7 +14,7 @@ import math
 import sys
 
 from hp_dtensor import DeviceMesh, fake_world, plan_redistribute
-from hp_dtensor.testing.redistribution_proof import exhaustive_volumes, mean_bytes, placement_options
+from hp_dtensor.testing.rule_proof import exhaustive_volumes, mean_bytes, placement_options
 
 MESHES = ((2, 2), (2, 4), (2, 2, 2))
 SHAPE = (8, 8)

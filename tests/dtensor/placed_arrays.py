@@ -19,7 +19,7 @@ MATRIX = np.arange(20, dtype=np.float32).reshape(5, 4) % 7 - 3
 
 def place(platform: Platform, mesh: DeviceMesh, array: Array, placements: Sequence[Any]) -> tuple[Any, Any]:
     """(leaf, DTensor) of a full array; partial ones hold it on the first rank."""
-    from hp_dtensor.testing.redistribution_proof import local_values
+    from hp_dtensor.testing.rule_proof import local_values
 
     local = platform.from_numpy(local_values(array, mesh, placements))
     if platform.is_floating(local.dtype):

@@ -21,10 +21,10 @@ from hp_dtensor import (
 )
 from hp_dtensor.exceptions import MeshError, PlacementError
 from hp_dtensor.redistribute import segments
-from hp_dtensor.redistribute.ownership import least_volume
+from hp_dtensor.redistribute.exchange import least_volume
 from hp_dtensor.redistribute.segments import elements_in_place
 from hp_dtensor.spec.tensor_spec import split_ranges
-from hp_dtensor.testing.redistribution_proof import exhaustive_volumes, placement_options
+from hp_dtensor.testing.rule_proof import exhaustive_volumes, placement_options
 
 R, P = Replicate(), Partial()
 

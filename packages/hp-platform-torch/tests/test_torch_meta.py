@@ -17,7 +17,7 @@ from hp_dtensor import (
     materialize,
     shard_module,
 )
-from hp_dtensor.redistribute import batch, plan_between
+from hp_dtensor.redistribute import collectives, plan_between
 from hp_dtensor.tensor.init import Normal
 from hp_dtensor.testing import run_ranks
 
@@ -62,6 +62,6 @@ def test_a_batch_keeps_devices_apart():
         sharded, full = (TensorSpec(mesh, [placement], (4,), torch.float32) for placement in (Shard(0), Replicate()))
         (step,) = plan_between(sharded, full, 4).steps
         tensors = [torch.empty(2, device=device) for device in ("cpu", "meta", "cpu")]
-        return list(batch._buckets(dict.fromkeys(range(3), step), tensors, batch.BUCKET_BYTES))
+        return list(collectives._buckets(dict.fromkeys(range(3), step), tensors, collectives.BUCKET_BYTES))
 
     assert run_ranks(run, 2, "torch") == [[[1], [0, 2]]] * 2

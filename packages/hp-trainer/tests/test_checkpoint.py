@@ -32,8 +32,7 @@ from hp_trainer.checkpoint import (
     save_checkpoint,
 )
 from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, cover_exactly, read_header
-from hp_trainer.exceptions import CheckpointError
-from hp_trainer.failures import describe_exit
+from hp_trainer.exceptions import CheckpointError, describe_exit
 
 MODEL = {"name": "tiny", "hidden_size": 8}
 

@@ -13,8 +13,7 @@ import pytest
 from hp_trainer import _files
 from hp_trainer._coordination import Alone
 from hp_trainer.data import train_tokenizer
-from hp_trainer.exceptions import DataError, ExportError
-from hp_trainer.failures import describe_machine_error
+from hp_trainer.exceptions import DataError, ExportError, describe_machine_error
 from hp_trainer.metrics import JsonLinesTracker, draw_loss_curve
 from hp_trainer.models import DecoderConfig
 from hp_trainer.models.hugging_face.export import export_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hp_trainer.config import LrScheduleConfig
-from hp_trainer.training.lr_schedule import learning_rate_factor
+from hp_trainer.training.optimizer import learning_rate_factor
 
 
 def factors(total: int, **options: object) -> list[float]:

@@ -19,7 +19,7 @@ from hp_trainer.metrics import (
     read_metrics,
 )
 from hp_trainer.metrics.pictures import draw_losses, running_means
-from hp_trainer.metrics.progress import format_seconds
+from hp_trainer.metrics.tracker import format_seconds
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.registries import Registries
 

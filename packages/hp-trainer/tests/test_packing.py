@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hp_trainer.data import IGNORED, BatchReader, DocumentWindows, MixedSamples, PackedSamples, Rows, TokenSamples
-from hp_trainer.data.order import integer_weights
+from hp_trainer.data.dataset import integer_weights
 from hp_trainer.data.samples import best_fit
 
 LENGTHS = [5, 1, 9, 2, 14, 3, 3, 7]

@@ -20,7 +20,7 @@ from hp_trainer.pipeline import (
     simulate,
     validate,
 )
-from hp_trainer.pipeline.backward_merging import merge_backwards
+from hp_trainer.pipeline.schedules import merge_backwards
 
 STAGES = {"gpipe": (1, 2), "interleaved_1f1b": (1, 2, 3, 4), "interleaved_zero_bubble": (2, 3)}
 V_SCHEDULES = ("zero_bubble_v", "dualpipe_v")

@@ -7,7 +7,7 @@ import pytest
 
 from hp_trainer.records import Straggler
 from hp_trainer.report import MOST_RANKS, rank_seconds, slow_ranks
-from hp_trainer.training.stragglers import INTERVAL, PERSISTENCE, WORK, _Detector
+from hp_trainer.training.speed import INTERVAL, PERSISTENCE, WORK, _Detector
 
 FORWARD, DATA = WORK.index("forward"), WORK.index("data")
 

@@ -29,7 +29,7 @@ from hp_dtensor.debug.digest import (
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import from_local, local_of
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.testing.redistribution_proof import local_values
+from hp_dtensor.testing.rule_proof import local_values
 
 SHAPE = (5, 3, 7)
 

@@ -16,7 +16,7 @@ from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, StridedS
 from hp_dtensor.testing import run_ranks
 from hp_dtensor.testing.conformance.test_redistribution import moved_in_batches
 from hp_dtensor.testing.pytest_plugin import Share
-from hp_dtensor.testing.redistribution_proof import prove_redistribution
+from hp_dtensor.testing.rule_proof import prove_redistribution
 
 LONG = 7200
 MORE: tuple[Placement, ...] = (StridedShard(0, 2), Partial("avg"), RaggedShard(0, (3, 1)), RaggedShard(1, (1, 2)))

@@ -11,7 +11,7 @@ import torch_npu
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.testing import run_ranks
 from hp_moe import GroupSizes, grouped_matmul, loop_grouped_matmul
-from hp_trainer.models.decoder.rotary import Rotation
+from hp_trainer.models.decoder.attention import Rotation
 
 # Sums of products in another order: relative to values around 1.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

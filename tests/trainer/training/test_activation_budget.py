@@ -14,14 +14,17 @@ from hp_dtensor.testing import run_ranks
 from hp_trainer.models.estimates import BlockActivations, SavedActivation
 from hp_trainer.models.recomputation import KINDS, NOTHING_RECOMPUTED, BlockRecompute
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.training.activation_budget import measure_rates, micro_batch_shape, plan_activations, stage_demands
-from hp_trainer.training.recompute_search import (
+from hp_trainer.training.activation_budget import (
     ESTIMATED,
     BudgetError,
     CostRates,
     Demand,
     _options,
+    measure_rates,
+    micro_batch_shape,
+    plan_activations,
     plan_recompute,
+    stage_demands,
 )
 
 SETTINGS = {"training__steps": 2, "checkpoint__interval": None, "model__num_hidden_layers": 3}

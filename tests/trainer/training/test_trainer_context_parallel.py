@@ -9,7 +9,7 @@ from training_runs import STEPS, events, skip_unless_torch_or
 
 from hp_dtensor.testing import run_ranks
 from hp_trainer.data import Rows, documents
-from hp_trainer.generation import Sampler
+from hp_trainer.evaluation import Sampler
 from hp_trainer.training import Trainer
 
 

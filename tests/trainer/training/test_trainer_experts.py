@@ -13,8 +13,8 @@ from hp_dtensor.testing import run_ranks
 from hp_moe import LoadMetrics, expert_placement, move_experts
 from hp_moe.load_balance import moe_layers
 from hp_trainer.config import LoadedConfig
+from hp_trainer.evaluation import generate
 from hp_trainer.exceptions import EvaluationError, ParallelDimsError
-from hp_trainer.generation import generate
 from hp_trainer.launch.preflight import check_settings
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import registries

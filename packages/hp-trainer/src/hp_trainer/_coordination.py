@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hp_dtensor.exceptions import HPError
-from hp_trainer.failures import describe_exit, describe_machine_error
+from hp_trainer.exceptions import describe_exit, describe_machine_error
 
 
 class Group(Protocol):

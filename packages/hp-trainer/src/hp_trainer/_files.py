@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from hp_trainer.failures import with_path
+from hp_trainer.exceptions import with_path
 
 # Upper bound of the files read here (settings, notes, templates), so that a wrong path cannot fill the memory.
 _MOST_BYTES = 256 << 20

@@ -16,8 +16,7 @@ from hp_dtensor.launch import rank_process
 from hp_trainer import cli
 from hp_trainer.cli import train
 from hp_trainer.cli.commands import COMMANDS
-from hp_trainer.exceptions import ParallelDimsError, Problem
-from hp_trainer.failures import describe_machine_error
+from hp_trainer.exceptions import ParallelDimsError, Problem, describe_machine_error
 
 
 def test_a_word_that_is_no_command_is_told_the_nearest(work: Path, error) -> None:

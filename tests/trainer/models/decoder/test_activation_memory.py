@@ -9,7 +9,7 @@ from hp_trainer.models import DecoderConfig
 from hp_trainer.models.decoder.activation_memory import MicroBatchShape, decoder_activations
 from hp_trainer.models.recomputation import KINDS, NOTHING_RECOMPUTED, BlockRecompute
 from hp_trainer.sizes import format_size, parse_size
-from hp_trainer.training.recompute_search import Demand
+from hp_trainer.training.activation_budget import Demand
 
 SMALL = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 DENSE = {**SMALL, "intermediate_size": 96}

@@ -8,7 +8,7 @@ from decoder_reference import summed_loss
 
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_trainer.models import DecoderConfig, ModelPart, build_decoder
-from hp_trainer.models.decoder.rotary import RopeScalingConfig
+from hp_trainer.models.decoder.attention import RopeScalingConfig
 
 SMALL = DecoderConfig(
     vocab_size=19,

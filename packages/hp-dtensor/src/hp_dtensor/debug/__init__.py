@@ -1,9 +1,17 @@
 """Record digests of a model's steps, and compare two recordings: the first place where two runs part."""
 
-from hp_dtensor.debug.comparison import Comparison, Difference, compare, draw, located, measure_growth, narrowed
+from hp_dtensor.debug.comparison import (
+    Comparison,
+    Difference,
+    compare,
+    draw,
+    located,
+    measure_growth,
+    modules_around,
+    narrowed,
+)
 from hp_dtensor.debug.digest import Digest
 from hp_dtensor.debug.kinds import Kind
-from hp_dtensor.debug.operations import modules_around
 from hp_dtensor.debug.recording import Event, Recorder, Recording, Rows, perturb_weights
 
 __all__ = [

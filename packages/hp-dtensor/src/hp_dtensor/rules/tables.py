@@ -7,7 +7,6 @@ import functools
 from hp_dtensor.platform.plugins import plugin_manager
 from hp_dtensor.rules import (
     cat_split_pad_roll,
-    convolutions,
     gather_scatter,
     indexing,
     layers,
@@ -16,8 +15,6 @@ from hp_dtensor.rules import (
     pointwise,
     random,
     reductions,
-    slices,
-    softmax_cumsum_topk,
     views,
 )
 from hp_dtensor.rules.registry import RuleRegistry
@@ -25,16 +22,13 @@ from hp_dtensor.rules.registry import RuleRegistry
 TABLES = (
     pointwise,
     reductions,
-    softmax_cumsum_topk,
     linear_algebra,
     views,
     cat_split_pad_roll,
-    slices,
     indexing,
     gather_scatter,
     layers,
     losses,
-    convolutions,
     random,
 )
 

@@ -17,7 +17,7 @@ from hp_dtensor.comm.collectives import saving_result
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, PlacementError
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
-from hp_dtensor.redistribute.batch import BUCKET_BYTES, run_data_together
+from hp_dtensor.redistribute.collectives import BUCKET_BYTES, run_data_together
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.aliases import is_aliases, placements_for
 from hp_dtensor.spec.placements import Placement, Replicate

@@ -3,7 +3,6 @@
 Nothing in hp_dtensor outside this folder imports it. `*_samples.py` and `*_proof.py` serve the conformance suite.
 """
 
-from hp_dtensor.testing.simulated import SimulatedGroup, SimulatedWorld, run_ranks
-from hp_dtensor.testing.simulated_collectives import Transfer, slow_link
+from hp_dtensor.testing.simulated import SimulatedGroup, SimulatedWorld, Transfer, run_ranks, slow_link
 
 __all__ = ["SimulatedGroup", "SimulatedWorld", "Transfer", "run_ranks", "slow_link"]

@@ -17,8 +17,7 @@ from hp_trainer._files import has_ended, writer_name
 from hp_trainer.checkpoint.index import COMPLETE, step_name, step_of
 from hp_trainer.checkpoint.load import Checkpoint
 from hp_trainer.checkpoint.storage import Storage
-from hp_trainer.exceptions import CheckpointError
-from hp_trainer.failures import with_path
+from hp_trainer.exceptions import CheckpointError, with_path
 
 # A network file system or an object store may fail for a moment.
 _READ_ATTEMPTS = 3

@@ -20,8 +20,7 @@ from hp_trainer.checkpoint.catalog import delete_leftovers, free_name, incomplet
 from hp_trainer.checkpoint.index import INDEX_FILE, Chunk, Index, SavedTensor, shard_name, step_name
 from hp_trainer.checkpoint.shard_file import Box, Entry, checksums, cover_exactly, file_parts, storage_dtype
 from hp_trainer.checkpoint.storage import Storage
-from hp_trainer.exceptions import CheckpointError
-from hp_trainer.failures import describe_exit
+from hp_trainer.exceptions import CheckpointError, describe_exit
 
 # Names that other processes may take, one after the other, before a save is published.
 _ATTEMPTS = 100

@@ -22,8 +22,7 @@ import numpy as np
 from pydantic import Field
 
 from hp_trainer.config import section
-from hp_trainer.exceptions import Problem
-from hp_trainer.failures import with_path
+from hp_trainer.exceptions import Problem, with_path
 
 
 class Storage(ABC):

@@ -15,9 +15,8 @@ from hp_trainer.checkpoint import Checkpoint
 from hp_trainer.cli.commands import Overrides, SettingsCommand, run_argument
 from hp_trainer.cli.shared import newest, open_run, refuse, weights_option
 from hp_trainer.config import ParallelConfig, TrainerConfig
-from hp_trainer.evaluation import Perplexity, measure_perplexity, measure_perplexity_on, run_harness
+from hp_trainer.evaluation import Perplexity, generate, measure_perplexity, measure_perplexity_on, run_harness
 from hp_trainer.exceptions import CheckpointError, Problem
-from hp_trainer.generation import generate
 from hp_trainer.launch import check_evaluation, import_platform, is_first_process, world_size_of
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, checkpoint_storage

@@ -19,8 +19,7 @@ import click
 from hp_dtensor.exceptions import HPError, LaunchError
 from hp_trainer.cli.commands import hp_train
 from hp_trainer.cli.completion import complete_if_asked
-from hp_trainer.exceptions import ProblemsError, StoppedError
-from hp_trainer.failures import describe_exit, describe_machine_error
+from hp_trainer.exceptions import ProblemsError, StoppedError, describe_exit, describe_machine_error
 from hp_trainer.stop_signals import Interrupted, interruptible
 
 if TYPE_CHECKING:

@@ -23,16 +23,16 @@ from hp_trainer.data.dataset import (
     BatchReader,
     Dataset,
     DatasetSource,
+    MixedOrder,
     Order,
     Rows,
+    SampleOrder,
     Samples,
     Tokenizer,
 )
-from hp_trainer.data.documents import DocumentsConfig, DocumentsSource
+from hp_trainer.data.documents import DocumentsConfig, DocumentsSource, TextDataConfig, TextSource
 from hp_trainer.data.formats import find_text_files, open_reader, read_text_bytes, standard_library
-from hp_trainer.data.order import MixedOrder, SampleOrder
 from hp_trainer.data.samples import DocumentWindows, MixedSamples, PackedSamples, TokenSamples
-from hp_trainer.data.text import TextDataConfig, TextSource
 from hp_trainer.data.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [

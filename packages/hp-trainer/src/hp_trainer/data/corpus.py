@@ -28,8 +28,7 @@ from typing import Any, Self, TextIO
 import numpy as np
 
 from hp_trainer._files import write_atomically
-from hp_trainer.exceptions import DataError, MachineError
-from hp_trainer.failures import describe_machine_error
+from hp_trainer.exceptions import DataError, MachineError, describe_machine_error
 
 _SECONDS = 10.0
 

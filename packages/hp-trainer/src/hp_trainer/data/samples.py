@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hp_trainer.data.dataset import IGNORED, Rows, Samples
-from hp_trainer.data.order import MixedOrder, integer_weights
+from hp_trainer.data.dataset import IGNORED, MixedOrder, Rows, Samples, integer_weights
 
 
 def split_documents(starts: np.ndarray, ends: np.ndarray, length: int, *, keep_rest: bool) -> tuple[np.ndarray, ...]:

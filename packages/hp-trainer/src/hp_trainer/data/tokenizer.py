@@ -15,8 +15,7 @@ import numpy as np
 from hp_trainer._files import write_atomically
 from hp_trainer.data.dataset import Spans, Tokenizer
 from hp_trainer.data.formats import open_reader
-from hp_trainer.exceptions import DataError
-from hp_trainer.failures import describe_machine_error
+from hp_trainer.exceptions import DataError, describe_machine_error
 
 # Usual names of the end token, for files that do not name it. The first one in the vocabulary is used.
 _KNOWN_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")

@@ -35,6 +35,7 @@ from hp_trainer._coordination import Group, coordinator
 from hp_trainer.checkpoint import Storage, find_latest, list_checkpoints
 from hp_trainer.checkpoint.index import step_of
 from hp_trainer.config import TrainerConfig
+from hp_trainer.evaluation import write_samples
 from hp_trainer.exceptions import (
     CheckpointError,
     ConfigError,
@@ -46,9 +47,9 @@ from hp_trainer.exceptions import (
     StoppedError,
     TrainingError,
     UnfitCheckpointError,
+    describe_exit,
+    describe_machine_error,
 )
-from hp_trainer.failures import describe_exit, describe_machine_error
-from hp_trainer.generation import write_samples
 from hp_trainer.launch.platforms import (
     Node,
     chosen_platform,

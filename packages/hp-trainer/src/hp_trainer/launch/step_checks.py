@@ -21,9 +21,8 @@ from hp_trainer.pipeline.schedules import microbatch_limit
 from hp_trainer.pipeline.simulation import check_unsplit_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.sizes import format_size
-from hp_trainer.training.activation_budget import ActivationPlan, fuses_experts, plan_activations
+from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, fuses_experts, plan_activations
 from hp_trainer.training.pipelined import make_schedule, num_microbatches, split_layers
-from hp_trainer.training.recompute_search import BudgetError
 
 
 def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:

@@ -5,8 +5,15 @@ registered by the hook `hp_trackers`.
 """
 
 from hp_trainer.metrics.pictures import PictureTracker, draw_expert_loads, draw_loss_curve
-from hp_trainer.metrics.progress import ProgressConfig, ProgressTracker
-from hp_trainer.metrics.tracker import BackgroundTracker, JsonLinesTracker, Tracker, keep_steps, read_metrics
+from hp_trainer.metrics.tracker import (
+    BackgroundTracker,
+    JsonLinesTracker,
+    ProgressConfig,
+    ProgressTracker,
+    Tracker,
+    keep_steps,
+    read_metrics,
+)
 
 __all__ = [
     "BackgroundTracker",

@@ -13,8 +13,7 @@ from hp_dtensor.parallel.tensor_parallel import ColwiseParallel, RowwiseParallel
 from hp_dtensor.tensor.conversions import to_full
 from hp_fsdp import fully_shard
 from hp_trainer.exceptions import ParallelDimsError, Problem, TrainingError, raise_if_any
-from hp_trainer.models.base import precision_policy
-from hp_trainer.models.loss import TokenLoss
+from hp_trainer.models.base import TokenLoss, precision_policy
 
 if TYPE_CHECKING:
     from hp_trainer.config import TrainingConfig

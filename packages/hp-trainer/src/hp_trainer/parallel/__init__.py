@@ -2,8 +2,7 @@
 
 from hp_trainer.parallel.axes import DEGREES, ExpertMesh
 from hp_trainer.parallel.context import context_problems, context_style, describe_context
-from hp_trainer.parallel.dims import ParallelDims, degrees_from_config
-from hp_trainer.parallel.layouts import Layout, describe_layouts, list_layouts
+from hp_trainer.parallel.dims import Layout, ParallelDims, degrees_from_config, describe_layouts, list_layouts
 from hp_trainer.parallel.problems import find_model_problems
 
 __all__ = [

@@ -16,9 +16,8 @@ from hp_trainer.pipeline.partition import (
     measured_costs,
     pipeline,
 )
-from hp_trainer.pipeline.pictures import describe_timeline, draw_timeline
 from hp_trainer.pipeline.schedules import build_schedule, register_schedule, schedule_names
-from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, simulate, validate
+from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, describe_timeline, draw_timeline, simulate, validate
 from hp_trainer.pipeline.stage import PipelineStage, TiedWeights
 from hp_trainer.pipeline.torch_schedules import (
     PipelineScheduleMulti,

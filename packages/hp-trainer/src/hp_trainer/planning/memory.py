@@ -23,7 +23,7 @@ from hp_trainer.planning.shapes import (
     recompute_of,
 )
 from hp_trainer.planning.traffic import message_bytes
-from hp_trainer.training.recompute_search import bytes_in_backward
+from hp_trainer.training.activation_budget import bytes_in_backward
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from hp_trainer.launch import batch_problems, microbatch_problems, schedule_prob
 from hp_trainer.launch.step_checks import limit_problems
 from hp_trainer.parallel import DEGREES, ParallelDims, find_model_problems
 from hp_trainer.parallel.axes import LAYOUT_COLUMNS
-from hp_trainer.parallel.layouts import list_degrees
+from hp_trainer.parallel.dims import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
 from hp_trainer.planning.shapes import Memo, budget_error, unplanned_settings

@@ -42,7 +42,7 @@ from hp_trainer.optimizers import build_grouped, build_on_host
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model
-from hp_trainer.training.activation_budget import fuses_experts, measure_rates, plan_activations
+from hp_trainer.training.activation_budget import ESTIMATED, fuses_experts, measure_rates, plan_activations
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
 from hp_trainer.training.pipelined import (
     PipelinedModel,
@@ -51,7 +51,6 @@ from hp_trainer.training.pipelined import (
     all_gather_object_over,
     plan_stages,
 )
-from hp_trainer.training.recompute_search import ESTIMATED
 from hp_trainer.training.state import box_of, load_weights, num_parameters
 
 

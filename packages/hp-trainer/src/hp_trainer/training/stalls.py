@@ -26,8 +26,15 @@ from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.platform.selection import platform_plugins
 from hp_trainer._files import read_plain_text, write_atomically
-from hp_trainer.exceptions import CheckpointError, HangError, MachineError, ProblemsError, TrainingError
-from hp_trainer.failures import describe_exit, describe_machine_error
+from hp_trainer.exceptions import (
+    CheckpointError,
+    HangError,
+    MachineError,
+    ProblemsError,
+    TrainingError,
+    describe_exit,
+    describe_machine_error,
+)
 from hp_trainer.pipeline import Action
 
 _CHECK_SECONDS = 0.5

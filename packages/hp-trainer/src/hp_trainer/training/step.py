@@ -13,7 +13,7 @@ from hp_moe import AutoDispatcher, moe_layers
 from hp_trainer.data import Batch
 from hp_trainer.training.recording import StepRecorder
 from hp_trainer.training.setup import RankSetup
-from hp_trainer.training.stragglers import RankTimes
+from hp_trainer.training.speed import RankTimes
 
 Tensor = Any
 _NO_VALUES = np.empty(0, np.float32)

@@ -14,8 +14,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_trainer._coordination import all_ranks, coordinator
 from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
-from hp_trainer.exceptions import HangError, TrainingError
-from hp_trainer.failures import describe_exit
+from hp_trainer.exceptions import HangError, TrainingError, describe_exit
 from hp_trainer.metrics import Tracker
 from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
@@ -24,7 +23,7 @@ from hp_trainer.stop_signals import StopRequest, stop_requests
 from hp_trainer.training.checkpoints import Choice, Progress, TrainingCheckpoints
 from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores
-from hp_trainer.training.lr_schedule import learning_rate_factor
+from hp_trainer.training.optimizer import learning_rate_factor
 from hp_trainer.training.recording import StepRecorder
 from hp_trainer.training.recovery import Sources, StateCopies
 from hp_trainer.training.setup import RankSetup

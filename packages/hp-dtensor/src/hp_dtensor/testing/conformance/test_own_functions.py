@@ -25,8 +25,7 @@ from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.spec.placements import Partial, Placement, Shard
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_dtensor.testing.redistribution_proof import local_values
-from hp_dtensor.testing.rule_proof import ATOL, RTOL
+from hp_dtensor.testing.rule_proof import ATOL, RTOL, local_values
 from hp_dtensor.testing.simulated import run_ranks
 
 Tensor = Any

@@ -24,7 +24,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.redistribution import batch_redistribute, redistribute_to
 from hp_dtensor.testing.conformance.ranks import Ranks
 from hp_dtensor.testing.pytest_plugin import chosen
-from hp_dtensor.testing.redistribution_proof import RedistributionReport, local_values, prove_redistribution
+from hp_dtensor.testing.rule_proof import RedistributionReport, local_values, prove_redistribution
 from hp_dtensor.testing.simulated import run_ranks
 
 Tensor = Any

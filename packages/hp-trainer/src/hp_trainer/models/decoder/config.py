@@ -1,17 +1,133 @@
-"""The decoder's configuration: its options, with everything that follows from them before a module is built."""
+"""The decoder's configuration: its options with everything that follows from them, and its estimates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
-from hp_trainer.models.decoder.estimates import DecoderEstimates, head_flops_per_token, layer_flops_per_token
+from hp_trainer.models.base import ModelPart
+from hp_trainer.models.decoder.activation_memory import EXPERTS, GATE, decoder_activations
 from hp_trainer.models.decoder.lora import is_adapter
 from hp_trainer.models.decoder.options import DecoderOptions, RopeScalingConfig
+from hp_trainer.models.decoder.parameters import planned_parameters
+from hp_trainer.models.decoder.traffic import microbatch_traffic
+from hp_trainer.models.estimates import MicroBatchShape, ModelActivations, ModelParameters, SavedActivation, Traffic
 from hp_trainer.models.hugging_face.architectures import read_architecture
+from hp_trainer.models.recomputation import BlockRecompute
+
+if TYPE_CHECKING:
+    from hp_dtensor.parallel.attention import ContextCost
+    from hp_trainer.parallel import ParallelDims
+
+
+def training_flops_per_token(config: DecoderOptions, sequence_length: int) -> float:
+    """Return the operations per token of forward and backward; see `layer_flops_per_token`."""
+    return sum(layer_flops_per_token(config, sequence_length)) + head_flops_per_token(config)
+
+
+def layer_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
+    """Return the operations per token of each block, forward and backward, on average over one document.
+
+    A weight of a matrix product costs 2 in forward and 4 in backward for each token multiplied by it, so an expert
+    counts for the tokens routed to it. Attention counts the pairs of query and key that the causal mask and the window
+    let through. Recomputation is not counted (PaLM, arXiv 2204.02311, appendix B, which counts all pairs).
+    """
+    return _flops_per_token(config, sequence_length, lambda _: True)
+
+
+def routed_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
+    """Return the operations per token of each block's gate and routed experts; 0 for a dense block."""
+    return _flops_per_token(config, sequence_length, lambda tensor: tensor.name in (GATE, EXPERTS))
+
+
+def _flops_per_token(
+    config: DecoderOptions, sequence_length: int, counts: Callable[[SavedActivation], bool]
+) -> list[float]:
+    blocks = decoder_activations(config, MicroBatchShape(batch=1, length=sequence_length)).blocks
+    # Blocks of one kind share one object.
+    forward = {id(block): sum(each.flops for each in block.tensors if counts(each)) for block in blocks}
+    # Backward has two products for each one of forward: the gradients of input and weight.
+    return [3 * forward[id(block)] / sequence_length for block in blocks]
+
+
+def head_flops_per_token(config: DecoderOptions) -> float:
+    """Return the operations per token of the head."""
+    return 6.0 * config.hidden_size * config.vocab_size
+
+
+class DecoderEstimates:
+    """Formulas of the decoder as `ModelEstimates`."""
+
+    buffer_bytes = 0
+    is_recomputable = True
+    retains_dtypes = False
+
+    def __init__(self, config: DecoderOptions) -> None:
+        self._config = config
+        self._layer_flops: dict[int, list[float]] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return self._config.num_hidden_layers
+
+    @property
+    def hidden_size(self) -> int:
+        return self._config.hidden_size
+
+    @property
+    def has_micro_batch_statistics(self) -> bool:
+        return self._config.capacity_factor is not None or self._config.micro_batch_aux_loss > 0
+
+    def block_name(self, layer: int) -> str:
+        """See `ModelEstimates`."""
+        return f"layers.{layer}"
+
+    def layer_kind(self, layer: int) -> bool:
+        """See `ModelEstimates`."""
+        return self._config.is_dense(layer)
+
+    def unreached_blocks(self) -> None:
+        """See `ModelEstimates`."""
+        return None
+
+    def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
+        """See `ModelEstimates`."""
+        return planned_parameters(self._config, dims, part, freeze=freeze)
+
+    def activations(self, shape: MicroBatchShape) -> ModelActivations:
+        """See `ModelEstimates`."""
+        return decoder_activations(self._config, shape)
+
+    def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
+        """See `ModelEstimates`."""
+        if shape.length not in self._layer_flops:
+            self._layer_flops[shape.length] = layer_flops_per_token(self._config, shape.length)
+        per_token = self._layer_flops[shape.length]
+        total = sum(per_token[layer] for layer in layers)
+        if shape.splits_tokens:
+            # Ranks of `ep` compute the same tokens, except that each routes only some of them to experts.
+            routed = routed_flops_per_token(self._config, shape.length)
+            total -= sum(routed[layer] for layer in layers) * (1 - 1 / shape.ep)
+        if head:
+            total += head_flops_per_token(self._config)
+        return total * shape.batch * shape.length / (shape.cp * shape.tp)
+
+    def step_flops(self, samples: int, length: int) -> float:
+        """See `ModelEstimates`."""
+        return samples * length * training_flops_per_token(self._config, length)
+
+    def traffic(
+        self,
+        shape: MicroBatchShape,
+        part: ModelPart,
+        recompute: Sequence[BlockRecompute],
+        attention_cost: Callable[[int | None], ContextCost],
+    ) -> Iterable[Traffic]:
+        """See `ModelEstimates`."""
+        return microbatch_traffic(self._config, shape, part, recompute, attention_cost)
 
 
 @section

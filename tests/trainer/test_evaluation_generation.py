@@ -12,8 +12,8 @@ from training_runs import FOUR_RANKS, Lab, newest, train_rank
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
 from hp_trainer.config import GenerateConfig
+from hp_trainer.evaluation import Sampler, generate, write_samples
 from hp_trainer.exceptions import CheckpointError
-from hp_trainer.generation import Sampler, generate, write_samples
 from hp_trainer.run import RunFolder
 
 DIGITS = "0123456789" * 400

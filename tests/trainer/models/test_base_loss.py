@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from training_runs import FOUR_RANKS, events, losses
 
-from hp_trainer.models.loss import TokenLoss
+from hp_trainer.models.base import TokenLoss
 
 SETTINGS = {"training__label_smoothing": 0.1, "training__z_loss": 1e-2, "training__eval_interval": 6}
 
