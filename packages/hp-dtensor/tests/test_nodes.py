@@ -212,18 +212,15 @@ def test_a_machine_that_is_silent_for_long_is_lost(
 
 
 def test_times_of_a_generation_are_those_of_each_machines_clock() -> None:
-    meet = Meet(Generation(3, (1, 2), time.monotonic() - 5, "why", True, True, ("a", "b")), "a:1")
+    meet = Meet(Generation(3, (1, 2), time.monotonic() - 5, "why", True, True, ("a", "b"), (2, 3), 2), "a:1")
     sent = json.loads(json.dumps(nodes._encode(meet)))
     assert -6 < sent["generation"]["lost_at"] <= -5
     found = nodes._decode(sent)
     assert abs(found.generation.lost_at - meet.generation.lost_at) < 1
     sent["generation"]["lost_at"] = 0.0
     assert nodes._encode(found)["generation"].keys() == sent["generation"].keys()
-    assert (found.address, found.generation.newcomers, found.generation.hosts) == (
-        "a:1",
-        (1, 2),
-        ("a", "b"),
-    )
+    again = found.generation
+    assert (found.address, again.newcomers, again.hosts, again.machines) == ("a:1", (1, 2), ("a", "b"), (1, 1))
 
 
 def test_several_machines_need_rules_and_equally_many_ranks(job: Nodes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
@@ -138,6 +138,78 @@ def test_a_rank_that_cannot_join_without_a_death_is_killed(
     assert ranks.killed == [0]
     meetings = [message.generation for rank, message in ranks.sent if rank == 0 and isinstance(message, Meet)]
     assert [each.newcomers for each in meetings] == [(1,), (0, 1)]
+
+
+def pairs(size: int, dead: Collection[int]) -> list[int]:
+    """The ranks of the pairs that are complete."""
+    return [rank for rank in range(size) if not {rank, rank ^ 1} & set(dead)]
+
+
+@pytest.fixture
+def four(ranks: WrittenRanks) -> WrittenRanks:
+    """Two pairs of ranks, which go on alone where no newcomer comes."""
+    found = WrittenRanks("array", 4, replacement=Replacement(0, report=lambda text: None, remaining=pairs))
+    found._processes = [found._spawn(rank) for rank in range(4)]
+    return found
+
+
+def reports(kind: Callable[[int], Any], number: int, *ranks: int) -> list[Event]:
+    return [(rank, kind(number)) for rank in ranks]
+
+
+def test_a_complete_pair_goes_on_and_is_numbered_again(four: WrittenRanks) -> None:
+    four.replacement = Replacement(1, report=lambda text: None, remaining=pairs)
+    first, second = four._processes[2:]
+    # The first death is survived by a newcomer.
+    newcomer = [[*reports(Left, 1, 0, 2, 3), (1, Imported())], reports(Joined, 1, 0, 1, 2, 3)]
+    # The processes have the ranks 0 and 1 when the generation has met.
+    end = [(0, "a"), (1, "b")]
+    lost = [[(1, DIES)], reports(Left, 2, 2, 3), reports(Joined, 2, 2, 3)]
+    assert run(four, [(1, DIES)], *newcomer, *lost, end) == ["a", "b"]
+    assert four._processes == [first, second]
+    meets = [(rank, each.generation.slots) for rank, each in four.sent if isinstance(each, Meet)]
+    assert meets[-2:] == [(2, (2, 3)), (3, (2, 3))]
+    assert not four._generation.is_last
+    # Rank 0, which waits, too, until it is known that it is not needed.
+    assert {rank for rank, each in four.sent if each == Leave(2)} == {0, 2, 3}
+    # No pair is left.
+    last = [[(0, Imported()), (1, Left(3))], reports(Joined, 3, 0, 1)]
+    run(four, [(0, DIES)], *last, end)
+    assert (four._generation.is_last, four._generation.newcomers, four._generation.slots) == (True, (0,), (2, 3))
+
+
+def test_ranks_that_would_end_are_there_until_the_others_have_met(four: WrittenRanks) -> None:
+    first = [[(0, DIES)], reports(Left, 1, 2, 3), [(3, DIES)]]
+    second = [[(0, Imported()), *reports(Left, 2, 1, 2), (3, Imported())], reports(Joined, 2, 0, 1, 2, 3)]
+    end = list(enumerate("abcd"))
+    assert run(four, *first, *second, end) == [*"abcd"]
+    assert (four._generation.is_last, four._generation.newcomers) == (True, (0, 3))
+
+
+def test_a_newcomer_that_does_not_come_in_time_is_not_waited_for(four: WrittenRanks) -> None:
+    four.replacement = Replacement(5, report=lambda text: None, node_seconds=-1.0, remaining=pairs)
+    late = [[(0, DIES)], reports(Left, 1, 1, 2, 3), [(0, DIES)]]
+    run(four, *late, reports(Left, 2, 2, 3), reports(Joined, 2, 2, 3), END)
+    assert (four.killed, four._generation.slots) == ([0], (2, 3))
+    # One that dies by itself is replaced.
+    newcomer = [[(0, Left(4)), (1, Imported())], reports(Joined, 4, 0, 1)]
+    four.replacement = Replacement(5, report=lambda text: None, remaining=pairs)
+    run(four, [(1, DIES)], [(1, DIES)], *newcomer, END)
+    assert (four._generation.newcomers, four._generation.slots) == ((1,), (2, 3))
+
+
+def test_a_pair_with_a_rank_that_has_hung_does_not_go_on(four: WrittenRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replacement, "_HUNG_SECONDS", -1.0)
+    hang = [[(0, Lost(0, hung=True))], reports(Left, 1, 0, 2, 3), [(1, DIES)]]
+    run(four, *hang, reports(Left, 2, 2, 3), reports(Joined, 2, 2, 3), END)
+    assert (four.killed, four._generation.slots, four._generation.is_last) == ([1], (2, 3), False)
+
+
+def test_a_pair_goes_on_in_new_processes_where_they_join_only_once(four: WrittenRanks) -> None:
+    four._memory = [-1] * 8
+    run(four, [(1, DIES)], [(2, Imported()), (3, Imported())], reports(Joined, 1, 2, 3), END)
+    assert (four.killed, four._generation.newcomers, four._generation.slots) == ([0, 2, 3], (0, 1), (2, 3))
+    assert not any(isinstance(message, Leave) for _, message in four.sent)
 
 
 def test_all_ranks_start_again_where_processes_join_only_once(ranks: WrittenRanks) -> None:

@@ -17,7 +17,7 @@ import hp_dtensor.launch
 from hp_dtensor.exceptions import CollectiveError
 from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import LocalStorage
-from hp_trainer.config import parse_config
+from hp_trainer.config import TrainerConfig, parse_config
 from hp_trainer.launch import job, preflight
 from hp_trainer.registries import Registries
 from hp_trainer.training import recovery
@@ -29,6 +29,8 @@ from hp_trainer.training.recovery import (
     _Exchange,
     _LastingSnapshot,
     choose_sources,
+    partner_of,
+    with_fewer_replicas,
 )
 from hp_trainer.training.setup import RankSetup
 
@@ -50,12 +52,12 @@ def fact(own: Sequence[int] = (), held: dict[int, list[int]] | None = None, repl
         # Rank 1 died while the second snapshot was sent: rank 2 has the first one of it.
         (
             [fact([1, 2], {2: [1]}), fact(), fact([1, 2], {1: [1]})],
-            Sources(1, {1: (2, "held")}, 10),
+            Sources(1, {1: (2, 1)}, 10),
         ),
         # It had been sent when the rank died.
         (
             [fact([1, 2], {2: [1]}), fact(), fact([1, 2], {1: [1, 2]})],
-            Sources(2, {1: (2, "held")}, 20),
+            Sources(2, {1: (2, 1)}, 20),
         ),
         # A survivor died on the way to its snapshot 2.
         ([fact([1], {1: [1, 2]}), fact([1, 2])], Sources(1, {}, 10)),
@@ -64,14 +66,38 @@ def fact(own: Sequence[int] = (), held: dict[int, list[int]] | None = None, repl
         # Their replicas are left.
         (
             [fact([3], replicas=[2]), fact([3], replicas=[3]), fact(replicas=[0]), fact(replicas=[1])],
-            Sources(3, {2: (0, "own"), 3: (1, "own")}, 30),
+            Sources(3, {2: (0, None), 3: (1, None)}, 30),
         ),
         # Both replicas have died.
         ([fact([3], replicas=[2]), fact(replicas=[3]), fact([3], replicas=[0]), fact(replicas=[1])], None),
     ],
 )
 def test_sources(facts: list[Fact], expected: Sources | None) -> None:
-    assert choose_sources(facts) == expected
+    assert choose_sources(facts, range(len(facts))) == expected
+
+
+def test_copies_of_ranks_that_are_numbered_again() -> None:
+    # Slot 2 is rank 0 now, and slot 5 has died.
+    facts = [fact([4], {5: [4], 0: [4]}), fact([4], {2: [4]}), fact()]
+    assert choose_sources(facts, (2, 3, 5)) == Sources(4, {2: (0, 5)}, 40)
+    assert choose_sources(facts, (2, 3, 4)) is None
+
+
+@pytest.mark.parametrize(
+    ("machines", "partners"),
+    [
+        ([0, 0, 0, 0], [1, 2, 3, 0]),
+        ([0, 0, 1, 1], [2, 3, 0, 1]),
+        ([0, 0, 1, 1, 2, 2], [2, 3, 4, 5, 0, 1]),
+        # Two pipeline stages on four machines, of which the second replica is left.
+        ([1, 1, 3, 3], [2, 3, 0, 1]),
+        # Some have no partner on another machine.
+        ([0, 0, 0, 1], [1, 2, 3, 0]),
+        ([0], [0]),
+    ],
+)
+def test_partners(machines: list[int], partners: list[int]) -> None:
+    assert [partner_of(rank, machines) for rank in range(len(machines))] == partners
 
 
 CHECKPOINTS = ("step-00000100", "step-00000200")
@@ -138,7 +164,8 @@ class Short(StateCopies):
 @pytest.fixture
 def pair() -> Iterator[tuple[_Exchange, _Exchange]]:
     """The exchanges of two ranks, of which the second one has no memory at first."""
-    found = tuple(_Exchange(kind(partner=True, interval=2), "127.0.0.1") for kind in (StateCopies, Short))
+    kinds = (StateCopies, Short)
+    found = tuple(_Exchange(kind(partner=True, interval=2), "127.0.0.1", slot) for slot, kind in enumerate(kinds))
     for rank, each in enumerate(found):
         each.connect(rank, 1 - rank, [other.address for other in found])
     yield found
@@ -312,3 +339,61 @@ def test_settings(
         for each in preflight.recovery_problems(config, world_size)
     ]
     assert found == messages
+
+
+def job_of(installed: Registries, **settings: str) -> TrainerConfig:
+    asked = [(name.replace("__", "."), value) for name, value in settings.items()]
+    return parse_config(RUN, [("fault_tolerance.copies", "1"), *asked], registered=installed).config
+
+
+@pytest.mark.parametrize(
+    ("settings", "first_size", "dead", "expected"),
+    [
+        ({"parallel__dp_replicate": "2"}, 2, [0], [1]),
+        ({"parallel__dp_replicate": "2"}, 2, [0, 1], []),
+        ({"parallel__dp_replicate": "2"}, 4, [1], [2, 3]),
+        ({"parallel__dp_replicate": "2"}, 4, [1, 2], []),
+        ({"parallel__dp_shard": "4"}, 4, [1], []),
+        # Pipeline stages are outermost, so a replica's ranks are not neighbours.
+        ({"parallel__dp_replicate": "2", "parallel__pp": "2", "model__num_hidden_layers": "2"}, 8, [5], [2, 3, 6, 7]),
+        # Eight samples are not split over three replicas.
+        ({"parallel__dp_replicate": "4"}, 4, [0], [1, 2]),
+        ({"parallel__dp_replicate": "4", "training__global_batch_size": "12"}, 4, [0], [1, 2, 3]),
+    ],
+)
+def test_the_replicas_that_go_on(
+    installed: Registries, settings: dict[str, str], first_size: int, dead: list[int], expected: list[int]
+) -> None:
+    config = job_of(installed, **settings)
+    assert job.remaining_ranks(config, first_size, first_size, dead) == expected
+
+
+def test_replicas_are_lost_one_after_the_other(installed: Registries) -> None:
+    config = job_of(installed, parallel__dp_replicate="4", training__global_batch_size="24")
+    assert job.remaining_ranks(config, 8, 8, [2]) == [0, 1, 4, 5, 6, 7]
+    assert job.remaining_ranks(config, 8, 6, [0]) == [2, 3, 4, 5]
+    assert job.remaining_ranks(config, 8, 4, [3]) == [0, 1]
+    assert job.remaining_ranks(config, 8, 2, [1]) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        # The samples of a rank at once, 6 of 24; three replicas have 8 each, two have 12.
+        ({}, [4, 6, 6]),
+        ({"training__micro_batch_size": "2"}, [2, 2, 2]),
+        ({"training__micro_batch_tokens": "768"}, [2, 3, 3]),
+        ({"parallel__pp": "2", "pipeline__microbatches": "2", "model__num_hidden_layers": "2"}, [2, 3, 3]),
+    ],
+)
+def test_micro_batches_of_fewer_replicas_are_no_larger(
+    installed: Registries, settings: dict[str, str], sizes: list[int]
+) -> None:
+    config = job_of(installed, parallel__dp_replicate="4", training__global_batch_size="24", **settings)
+    of_replica = config.parallel.pp
+    assert with_fewer_replicas(config, 4 * of_replica, 4 * of_replica) is config
+    for replicas, size in zip((3, 2, 1), sizes, strict=True):
+        found = with_fewer_replicas(config, replicas * of_replica, 4 * of_replica)
+        assert (found.parallel.dp_replicate, found.training.micro_batch_size) == (replicas, size)
+        assert found.training.global_batch_size == 24
+        assert found.pipeline.microbatches is None

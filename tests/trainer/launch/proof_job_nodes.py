@@ -1,4 +1,4 @@
-"""Machines die with their ranks, and the others go on: with the bits of an undisturbed run.
+"""Machines die with their ranks, and replicas are lost one after the other: with the weights of an undisturbed run.
 
 All machines are processes here, as in `test_job_nodes.py`.
 """
@@ -11,7 +11,7 @@ import signal
 import pytest
 from running_commands import losses_of
 from test_job_nodes import commands, finish
-from test_job_recovery import OPTIONS, expect_same
+from test_job_recovery import OPTIONS, expect_close, expect_same, training_with_deaths
 
 pytestmark = pytest.mark.real_ranks
 
@@ -21,6 +21,11 @@ FOUR_RANKS = ("--launch.local_ranks=2", "--parallel.dp_shard=4")
 @pytest.fixture
 def node(folder, hp_train, hp_platform, monkeypatch):
     return commands(folder, hp_train, hp_platform, monkeypatch)
+
+
+@pytest.fixture
+def dying(folder, hp_train, monkeypatch):
+    return training_with_deaths(folder, hp_train, monkeypatch)
 
 
 def test_ranks_die_on_each_node_and_so_does_a_node(folder, node):
@@ -62,3 +67,36 @@ def test_the_first_node_is_started_again_and_the_other_one_has_waited(lab, folde
     assert "the first machine of the job is lost; waiting for it" in err
     plain = lab.run("plain", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS)
     assert losses_of(folder / "out") == losses_of(plain.path)
+
+
+def test_a_node_is_lost_and_the_replica_on_the_other_one_goes_on(lab, folder, node):
+    settings = ("--parallel.dp_shard=1", "--parallel.ep=1", "--parallel.dp_replicate=2", "--fault_tolerance.copies=0")
+    settings = (*settings, "--fault_tolerance.node_seconds=3")
+    first, second = (node(number, *settings, kills={"5:1:parent": signal.SIGKILL}) for number in range(2))
+    code, _, err = first.finish()
+    assert second.finish()[0] == -signal.SIGKILL
+    assert code == 0, err
+    assert "with 1 of 2 replicas and the same global batch" in err
+    plain = lab.run("plain", {"dp_replicate": 2}, 2, **OPTIONS)
+    expect_close(folder / "out", plain.path)
+
+
+def test_a_replica_is_lost_then_none_is_complete_and_the_job_goes_on_with_both(lab, folder, dying, hp_train):
+    layout = ("--launch.local_ranks=4", "--parallel.dp_replicate=2", "--parallel.dp_shard=2", "--parallel.ep=2")
+    settings = (*layout, "--fault_tolerance.copies=1", "--fault_tolerance.max_deaths=1")
+    # Rank 0 is replaced. Then the first replica is lost, and its rank 0 with it; in the end the second one is not
+    # complete either, and its state is saved with a newcomer.
+    kills = ("3:0:forward", "5:1:optimizer", "8:0:backward")
+    output = dying(kills, *settings, expected=1)
+    assert "rank 0 of 4 has died (SIGKILL); another process takes its place" in output
+    assert "rank 1 of 4 has died (SIGKILL); 2 of 4 ranks go on without it" in output
+    assert "with 1 of 2 replicas and the same global batch" in output
+    assert "max_deaths = 1, no replica is complete, and this state has been saved" in output
+    assert "without copies" not in output
+    saved = re.search(r"The newest checkpoint is of step [4-7] of 10; continue with `hp-train resume out`", output)
+    assert saved, output
+    # In the layout of the start.
+    code, _, err = hp_train("resume", "out").finish()
+    assert code == 0, err
+    undisturbed = lab.run("undisturbed", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4, **OPTIONS)
+    expect_close(folder / "out", undisturbed.path)

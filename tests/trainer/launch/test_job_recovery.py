@@ -8,10 +8,13 @@ import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from running_commands import add_plugin, losses_of, steps_of
 
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
+from hp_trainer.metrics import read_metrics
+from hp_trainer.report import report_run
 
 pytestmark = pytest.mark.real_ranks
 
@@ -31,22 +34,26 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def dying(folder, hp_train, monkeypatch):
-    """Trains while ranks are killed, and returns the errors of the command."""
+def training_with_deaths(folder, hp_train, monkeypatch):
+    """Return a function that trains while ranks are killed, and returns the output of the command."""
     add_plugin(folder, "deaths", Path(__file__).with_name("deaths.py").read_text(), monkeypatch)
 
     def train(kills: tuple[str, ...], *settings: str, expected: int = 0) -> str:
         shared = set(os.listdir("/dev/shm"))
         monkeypatch.setenv("KILLS", json.dumps(dict.fromkeys(kills, signal.SIGKILL)))
         arguments = (*SETTINGS, "--training.eval_interval=4", "--fault_tolerance.interval=2", *settings)
-        code, _, err = hp_train("run", "run.yaml", "--run.folder=out", *arguments).finish()
+        code, out, err = hp_train("run", "run.yaml", "--run.folder=out", *arguments).finish()
         assert code == expected, err
         assert sorted(path.name for path in folder.glob("*:*:*")) == sorted(kills), "every rank has died"
         assert set(os.listdir("/dev/shm")) <= shared, "nothing is left in shared memory"
-        return err
+        return out + err
 
     return train
+
+
+@pytest.fixture
+def dying(folder, hp_train, monkeypatch):
+    return training_with_deaths(folder, hp_train, monkeypatch)
 
 
 def expect_same(run: Path, undisturbed: Path) -> None:
@@ -60,6 +67,20 @@ def expect_same(run: Path, undisturbed: Path) -> None:
     for counter in ("samples", "optimizer_steps", "guard", "loss_scaling"):
         assert found.state[counter] == expected.state[counter]
     assert steps_of(run) == steps_of(undisturbed)
+
+
+def expect_close(run: Path, undisturbed: Path) -> None:
+    """As `expect_same`, but sums over the samples of a step may have another order."""
+    found, expected = (open_newest(path) for path in (run, undisturbed))
+    assert found.folder == expected.folder
+    assert found.index.tensors.keys() == expected.index.tensors.keys()
+    for tensor in expected.index.tensors:
+        # Second moments of gradients are small.
+        np.testing.assert_allclose(found.read(tensor), expected.read(tensor), rtol=1e-3, atol=1e-6, err_msg=tensor)
+    for counter in ("samples", "optimizer_steps"):
+        assert found.state[counter] == expected.state[counter]
+    assert steps_of(run) == steps_of(undisturbed)
+    np.testing.assert_allclose(losses_of(run), losses_of(undisturbed), rtol=1e-5)
 
 
 def open_newest(run: Path) -> Checkpoint:
@@ -100,3 +121,19 @@ def test_a_job_in_which_too_many_ranks_have_died_saves_its_state_and_ends(lab, f
     assert saved, err
     undisturbed = lab.run("undisturbed", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS | {"training__steps": int(saved[1])})
     expect_same(folder / "out", undisturbed.path)
+
+
+def test_the_complete_replicas_go_on_where_no_rank_is_replaced(lab, folder, dying):
+    undisturbed = lab.run("undisturbed", {"dp_replicate": 2}, 2, **OPTIONS)
+    settings = ("--launch.local_ranks=2", "--parallel.dp_replicate=2", "--fault_tolerance.max_deaths=0")
+    output = dying(("5:0:backward",), *settings, "--fault_tolerance.copies=0", "--metrics.trackers=[jsonl, progress]")
+    went_on = r"; training goes on from step [24] after .* s, with 1 of 2 replicas and the same global batch\n"
+    assert re.search(r"rank 0 of 2 has died \(SIGKILL\)( in step 5)?" + went_on, output), output
+    # By the rank that has become rank 0, on the terminal.
+    assert re.search(r"\nstep 10/10 .* 1 of 2 replicas ", output), output
+    expect_close(folder / "out", undisturbed.path)
+    starts = [event for event in read_metrics(folder / "out" / "metrics.jsonl") if event["event"] == "start"]
+    assert [(each["world_size"], each.get("lost_replicas")) for each in starts] == [(2, None), (1, 1)]
+    page = report_run(folder / "out").read_text()
+    assert "lost replicas" in page
+    assert "unknown: " not in page

@@ -23,6 +23,7 @@ class RunRecord:
         rank, world_size: this rank and the number of ranks.
         first_step: number of optimizer steps done before this start; 0 unless resumed.
         num_parameters: number of elements of all parameters, unsharded.
+        lost_replicas: data parallel replicas that have been lost in this job; `config.parallel` is that of the others.
     """
 
     folder: Path
@@ -32,6 +33,7 @@ class RunRecord:
     world_size: int
     first_step: int
     num_parameters: int
+    lost_replicas: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

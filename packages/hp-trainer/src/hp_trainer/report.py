@@ -100,6 +100,7 @@ class RunHistory:
         entries = {
             "parameters": _count(start.get("num_parameters")),
             "ranks": f"{start['world_size']} on {start['platform']}" if start else "",
+            "lost replicas": str(start.get("lost_replicas", "")),
             "starts": str(len(starts)) if len(starts) > 1 else "",
             "steps": f"{steps[-1]['step']:,} of {self.config.get('training', {}).get('steps', '?')}" if steps else "",
             "tokens": _count(sum(event.get("tokens", 0) for event in steps)),
@@ -260,7 +261,7 @@ def preformatted(text: str) -> str:
 MOST_RANKS = 64
 
 
-def draw_layout(config: dict[str, Any], world_size: int) -> str:
+def draw_layout(config: dict[str, Any], world_size: int, lost_replicas: int = 0) -> str:
     """Return the HTML of a layout: a row per mesh axis, a column per rank, a colour per coordinate.
 
     Axes of size 1 are left out.
@@ -268,12 +269,15 @@ def draw_layout(config: dict[str, Any], world_size: int) -> str:
     Args:
         config: the resolved configuration as plain dicts.
         world_size: number of ranks of the job.
+        lost_replicas: replicas of the configuration that are not among them.
     """
-    parallel, model = config.get("parallel", {}), config.get("model", {})
+    parallel, model = dict(config.get("parallel", {})), config.get("model", {})
     try:
+        if lost_replicas:
+            parallel["dp_replicate"] -= lost_replicas
         # The recorded settings are plain, and may be of another version.
         dims = ParallelDims.from_config(SimpleNamespace(**parallel), world_size, model.get("num_experts"))
-    except (ParallelDimsError, AttributeError, TypeError) as error:
+    except (ParallelDimsError, AttributeError, KeyError, TypeError) as error:
         return table([["layout", f"unknown: {error}"]])
     shown = range(min(world_size, MOST_RANKS))
     coordinates = [dims.coordinate(rank) for rank in shown]
@@ -321,9 +325,11 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
     if experts := draw_experts(history.of("step")):
         sections.append(("Experts", experts))
     if starts:
-        sections.append(("Layout", draw_layout(history.config, starts[-1]["world_size"])))
-        rows = [[each["first_step"], each["platform"], each["world_size"]] for each in starts]
-        sections.append(("Starts", table(rows, ["after step", "platform", "ranks"])))
+        last = starts[-1]
+        sections.append(("Layout", draw_layout(history.config, last["world_size"], last.get("lost_replicas", 0))))
+        names = ["first_step", "platform", "world_size", "lost_replicas"]
+        rows = [[each.get(name, 0) for name in names] for each in starts]
+        sections.append(("Starts", table(rows, ["after step", "platform", "ranks", "lost replicas"])))
     if checkpoints := history.of("checkpoint"):
         rows = [[each["step"], each["folder"], f"{each['seconds']:.2f}"] for each in checkpoints]
         sections.append(("Checkpoints", table(rows, ["step", "folder", "seconds"])))

@@ -163,6 +163,8 @@ class LocalRanks:
     grace_seconds: float = 5.0
     num_nodes: int = 1
     _processes: list[Process] = field(default_factory=list)
+    # Duplicates of standard output and error, for ranks that may become rank 0.
+    _terminal: tuple[int, ...] = ()
 
     def start(self, check: Callable[[], None] = lambda: None) -> None:
         """Start all ranks and wait until each has joined the job.
@@ -288,7 +290,7 @@ class LocalRanks:
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 env=environment,
-                pass_fds=[fd],
+                pass_fds=[fd, *self._terminal],
                 # In a new session, Ctrl-C reaches only this process, which then decides which signal the ranks get.
                 start_new_session=True,
             )

@@ -329,17 +329,22 @@ class RanksOfNodes(ReplacedRanks):
 
     def _await_nodes(self, seconds: float) -> list[int]:
         deadline = time.monotonic() + seconds
-        while (missing := self.nodes.fill()) and time.monotonic() < deadline:
+        while (missing := self._fill()) and time.monotonic() < deadline:
             self._check()
             time.sleep(_POLL_SECONDS)
         return missing
+
+    def _fill(self) -> list[int]:
+        """Find machines for lost places; return the places with ranks that remain lost."""
+        places = {slot // self._local_size for slot in self._slots}
+        return [place for place in self.nodes.fill() if place in places]
 
     def _spawn(self, rank: int, *, again: bool = False) -> Process:
         place = 0 if rank < 0 else rank // self._local_size
         node = self.nodes.place(place)
         if node is None:
             return LocalRanks._spawn(self, rank, again=again)
-        return node.start(rank, self.size, again=again)
+        return node.start(rank, self._local_size * self.num_nodes, again=again)
 
     def _start_again(self, rank: int) -> Process:
         if self.nodes.place(rank // self._local_size) is None:
@@ -350,8 +355,7 @@ class RanksOfNodes(ReplacedRanks):
         return started
 
     def _find_nodes(self) -> bool:
-        lost = self.nodes.fill()
-        if not lost:
+        if not self._fill():
             return True
         seconds = self.replacement.node_seconds
         self.replacement.report(f"waiting up to {seconds:g} s for a machine in place of a lost one")
@@ -579,7 +583,7 @@ def _decode(values: dict[str, Any] | None) -> Any:
     if values["kind"] != "Meet":
         return _MESSAGES[values["kind"]](**fields)
     generation: dict[str, Any] = dict(fields["generation"])
-    generation |= {name: tuple(generation[name]) for name in ("newcomers", "hosts")}
+    generation |= {name: tuple(generation[name]) for name in ("newcomers", "hosts", "slots")}
     generation["lost_at"] += time.monotonic()
     return Meet(Generation(**generation), fields["address"])
 

@@ -36,8 +36,10 @@ class Setup:
     """First message to a rank: the platform, its rank and the size of the job.
 
     Attributes:
+        rank, size: where ranks are replaced, those of generation 0; see `Generation.slots`.
         local_size: ranks on each machine of the job.
         replaces: ranks that die are replaced.
+        terminal: standard output and error of the parent, for a process that becomes rank 0; empty: it keeps its own.
         preload: function to import; then a second `Setup` follows when this spare process takes the place of a rank.
         log: file to write to from now on; empty: no other one.
     """
@@ -51,6 +53,7 @@ class Setup:
     replaces: bool = False
     preload: str = ""
     log: str = ""
+    terminal: tuple[int, ...] = ()
 
     @property
     def local_rank(self) -> int:
@@ -104,7 +107,10 @@ class Generation:
         reason: how the replaced ranks ended, for messages.
         is_last: no further death is survived; the ranks should save their state, and end.
         lacks_node: the reason for `is_last`: no other machine has taken the place of a lost one in time.
-        hosts: the address of each machine, in the order of their ranks. Each has equally many ranks.
+        hosts: the address of each machine.
+        slots: for each rank, the rank in generation 0 whose place its process has. A job that goes on with fewer ranks
+            numbers them again.
+        local_size: slots of each machine.
     """
 
     number: int = 0
@@ -114,6 +120,18 @@ class Generation:
     is_last: bool = False
     lacks_node: bool = False
     hosts: tuple[str, ...] = ("127.0.0.1",)
+    slots: tuple[int, ...] = (0,)
+    local_size: int = 1
+
+    @property
+    def first_size(self) -> int:
+        """The number of ranks in generation 0."""
+        return self.local_size * len(self.hosts)
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """For each rank, the index of its machine in `hosts`."""
+        return tuple(slot // self.local_size for slot in self.slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,6 +373,8 @@ class _Member:
         self.generation = Generation()
         self.has_ended = False
         self.memory: tuple[str, ...] = ()
+        for file in setup.terminal:
+            os.set_inheritable(file, False)
         link.on_leave = self._end
 
     def next_generation(self, *, hung: bool) -> Generation | None:
@@ -400,23 +420,31 @@ class _Member:
         os.environ |= {name: str(value) for name, value in place.items()}
         if setup.log:
             log = os.open(setup.log, os.O_WRONLY | os.O_APPEND)
-            for stream in (sys.stdout, sys.stderr):
-                os.dup2(log, stream.fileno())
+            _write_to(log, log)
             os.close(log)
 
     def _connect(self, meet: Meet) -> None:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meet.address.split(":")
         setup, self.memory = self._setup, meet.memory
+        rank, size = meet.generation.slots.index(setup.rank), len(meet.generation.slots)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        if rank == 0 and setup.terminal:
+            _write_to(*setup.terminal)
         connect = self._platform.connect if meet.memory else self._platform.connect_served
-        connect(
-            setup.rank, setup.size, meet.address, timeout_seconds=setup.timeout_seconds, local_rank=setup.local_rank
-        )
+        connect(rank, size, meet.address, timeout_seconds=setup.timeout_seconds, local_rank=setup.local_rank)
 
     def _end(self) -> None:
         self.has_ended = True
         # The main thread may be closing the same connections; its error is the one that counts.
         with contextlib.suppress(Exception):
             self._platform.abort_collectives()
+
+
+def _write_to(output: int, error: int) -> None:
+    """Let standard output and error write to other files from now on."""
+    for stream, file in ((sys.stdout, output), (sys.stderr, error)):
+        stream.flush()
+        os.dup2(file, stream.fileno())
 
 
 _member: _Member | None = None

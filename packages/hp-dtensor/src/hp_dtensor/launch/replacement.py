@@ -5,23 +5,27 @@ died, the parent starts a process in its place and sends the survivors a `Leave`
 kernel closes the connections of the dead process. They close their own, at which further survivors fail. When all have
 left, and the newcomers have imported their framework, all meet again. A death at any point starts the next generation.
 
+Without newcomers, those survivors meet again that can go on alone, such as the complete replicas of a model, and are
+numbered again. A process has its slot, its rank in generation 0, for its lifetime. The other survivors wait until the
+generation has met, since a further death may need them, and are then ended.
+
 On a platform whose processes join a job only once, all ranks are newcomers of the next generation. The parent holds
 files in memory for them, in which their state outlives their processes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.launch.local_ranks import (
-    IMPORT_SECONDS,
     SILENT_STATES,
     STOPPED,
     LocalRanks,
@@ -58,14 +62,17 @@ class Replacement:
     """Rules for the replacement of ranks that die.
 
     Attributes:
-        most: deaths that are survived in a run; a lost machine counts as one. After a further one the ranks meet once
-            more, to save their state (`Generation.is_last`).
+        most: deaths in a run after which dead ranks are replaced; a lost machine counts as one. After a further one
+            fewer ranks go on, or all meet once more, to save their state (`Generation.is_last`).
         stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
         report: called with messages for the user.
         spares: processes that have imported everything and wait, so that a newcomer needs no start. While they import,
             RANK and LOCAL_RANK are -1; they get those of the rank with its place. Where all ranks start again after a
             death, each takes one. With several machines, on each one.
-        node_seconds: time in which another machine may take the place of a lost one.
+        node_seconds: time in which another machine may take the place of a lost one, and a process that of a dead
+            rank.
+        remaining: function of the number of ranks and the dead ones, which returns those that go on where no newcomer
+            comes, by their next ranks; empty: they cannot. The others are ended.
     """
 
     most: int
@@ -73,6 +80,7 @@ class Replacement:
     report: Callable[[str], None] = print
     spares: int = 0
     node_seconds: float = 300.0
+    remaining: Callable[[int, Collection[int]], Sequence[int]] = lambda size, dead: ()
 
 
 @dataclass(slots=True)
@@ -87,22 +95,40 @@ class ReplacedRanks(LocalRanks):
     _check: Callable[[], None] = lambda: None
     _close: Callable[[], None] = lambda: None
     _num_deaths: int = 0
-    # Ranks whose processes have not joined yet.
+    # The slot of each rank, and the number of slots of a machine.
+    _slots: list[int] = field(default_factory=list)
+    _slots_of_machine: int = 0
+    # Ranks whose processes have not joined yet, and those that have died and were not replaced.
     _joining: set[int] = field(default_factory=set)
+    _gone: set[int] = field(default_factory=set)
+    # A newcomer has not come in time.
+    _is_late: bool = False
     _spares: list[Process] = field(default_factory=list)
     _stopped_since: dict[int, float] = field(default_factory=dict)
     # Descriptors of the files in memory, those of one rank after the other; none if survivors keep their processes.
     _memory: list[int] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self._slots = list(range(self.size))
+        self._slots_of_machine = self.size // self.num_nodes
+
+    @property
+    def _local_size(self) -> int:
+        return self._slots_of_machine
+
     def _start(self, check: Callable[[], None]) -> None:
         self._check = check
+        if self.output.terminal:
+            # A process without a terminal may have closed them.
+            with contextlib.suppress(OSError):
+                self._terminal = os.dup(1), os.dup(2)
         try:
             # Asked of the ranks: on such a platform this process needs no framework, which would also change the
             # variables that decide whether ranks can be forked.
             if any(each.joins_once for each in self._import_frameworks(check)):
                 self._memory = self._make_memory()
-            self._generation = Generation(hosts=self._hosts())
-            self._invite()
+            self._generation = self._next(0, range(self.size))
+            self._invite(range(self.size))
             self._collect(self._processes, self.timeout_seconds)
         except BaseException:
             self.terminate()
@@ -171,47 +197,104 @@ class ReplacedRanks(LocalRanks):
             self._close()
             number = self._generation.number + 1
             reasons += [self._describe(process) for process in dead]
-            if self._memory and not dead:
-                reasons.append(_HANG)
-                self.replacement.report(f"{_HANG}; all ranks start again")
-            fresh = set(range(self.size)) if self._memory else {process.rank for process in dead}
+            self._gone |= {process.rank for process in dead}
+            is_over = self._num_deaths > self.replacement.most
+            remaining = self._remaining() if is_over or self._is_late else ()
+            lacks_node = not remaining and not self._find_nodes()
+            remaining = self._remaining() if lacks_node else remaining
+            members, self._is_late = remaining or range(self.size), False
+            fresh = set(members) if self._memory else set(() if remaining else self._gone)
+            self._report(dead, members, reasons)
             newcomers |= fresh
             self._joining |= fresh
-            lacks_node = not self._find_nodes()
-            is_last = lacks_node or self._num_deaths > self.replacement.most
-            names, reason = tuple(sorted(newcomers)), "; ".join(reasons)
-            self._generation = Generation(number, names, lost_at, reason, is_last, lacks_node, self._hosts())
-            for process in dead:
-                what = "all ranks start again" if self._memory else "another process takes its place"
-                self.replacement.report(f"{self._describe(process)}; {what}")
-            # All at once, before any is waited for.
-            for rank in fresh - {process.rank for process in dead}:
-                self._kill(self._processes[rank])
-            # Before the newcomers are started, which takes a while.
-            self._send_to((rank for rank in range(self.size) if rank not in fresh), Leave(number))
-            for rank in sorted(fresh):
-                self._respawn(self._processes[rank])
+            is_last = (lacks_node or is_over) and not remaining
+            names = tuple(new for new, rank in enumerate(members) if rank in newcomers)
+            self._generation = self._next(
+                number,
+                members,
+                newcomers=names,
+                lost_at=lost_at,
+                reason="; ".join(reasons),
+                is_last=is_last,
+                lacks_node=lacks_node,
+            )
+            self._leave(number, fresh)
             # A stop signal may have come while no rank was there to get it.
             self._check()
-            dead = self._await(number, Left, fresh, seconds)
+            dead = self._await(number, Left, members, fresh, seconds)
             if dead:
                 continue
-            self._invite()
-            dead = self._await(number, Joined, (), seconds)
+            self._invite(members)
+            dead = self._await(number, Joined, members, (), seconds)
             if not dead:
                 break
         self._joining.clear()
-        self._send_to(newcomers, request)
+        self._send_to(newcomers & set(members), request)
+        if remaining:
+            self._go_on_with(remaining)
         self._start_spares(request)
 
-    def _await(self, number: int, kind: type[Left | Joined], fresh: Collection[int], seconds: float) -> list[Process]:
-        """Wait until all ranks have reported `kind` for a generation, or a rank dies; return the dead.
+    def _leave(self, number: int, fresh: set[int]) -> None:
+        """Make all ranks leave the present generation, and start those of `fresh` again."""
+        # All at once, before any is waited for.
+        for rank in set(range(self.size)) - self._gone if self._memory else ():
+            self._kill(self._processes[rank])
+            self._gone.add(rank)
+        # Before the newcomers are started, which takes a while.
+        self._send_to((rank for rank in range(self.size) if rank not in fresh | self._gone), Leave(number))
+        for rank in sorted(fresh):
+            self._respawn(self._processes[rank])
+        self._gone -= fresh
+
+    def _next(self, number: int, members: Sequence[int], **options: Any) -> Generation:
+        """Return a generation of some of the present ranks."""
+        slots = tuple(self._slots[rank] for rank in members)
+        return Generation(number, hosts=self._hosts(), slots=slots, local_size=self._local_size, **options)
+
+    def _remaining(self) -> Sequence[int]:
+        """Return the ranks that can go on without those that have died."""
+        # A newcomer may depend on the state of ranks that would not go on.
+        without = self._gone if self._memory else self._gone | self._joining
+        return self.replacement.remaining(self.size, without) if without else ()
+
+    def _report(self, dead: Sequence[Process], members: Sequence[int], reasons: list[str]) -> None:
+        if self._memory and not dead:
+            reasons.append(_HANG)
+            self.replacement.report(f"{_HANG}; all ranks start again")
+        what = "all ranks start again" if self._memory else "another process takes its place"
+        if len(members) < self.size:
+            what = f"{len(members)} of {self.size} ranks go on without it"
+        for process in dead:
+            self.replacement.report(f"{self._describe(process)}; {what}")
+
+    def _go_on_with(self, remaining: Sequence[int]) -> None:
+        """End all ranks but those that remain, and number these again."""
+        for rank, process in enumerate(self._processes):
+            if rank not in remaining:
+                process.release()
+        self._processes = [self._processes[rank] for rank in remaining]
+        self._slots = [self._slots[rank] for rank in remaining]
+        self.size = len(remaining)
+        for rank, process in enumerate(self._processes):
+            process.rank = rank
+        self._gone.clear()
+        self._stopped_since.clear()
+
+    def _await(
+        self,
+        number: int,
+        kind: type[Left | Joined],
+        members: Collection[int],
+        fresh: Collection[int],
+        seconds: float,
+    ) -> list[Process]:
+        """Wait until the members of a generation have reported `kind` for it, or a rank dies; return the dead.
 
         Args:
             fresh: ranks that report `Imported` instead.
             seconds: time after which a rank is killed that is not about to import its framework.
         """
-        started, missing = time.monotonic(), set(range(self.size))
+        started, missing = time.monotonic(), set(members)
         lost, lost_at = set[int](), 0.0
         while missing or lost:
             # Before reading, so that a late parent has seen all deaths until then.
@@ -238,7 +321,8 @@ class ReplacedRanks(LocalRanks):
             lost = set() if is_decided else lost
             for rank in missing:
                 imports = rank in self._joining and kind is Left
-                if time.monotonic() - started > (max(seconds, IMPORT_SECONDS) if imports else seconds):
+                if time.monotonic() - started > (self.replacement.node_seconds if imports else seconds):
+                    self._is_late |= imports
                     self.replacement.report(f"rank {rank} of {self.size} does not answer; it is killed")
                     self._kill(self._processes[rank])
         return []
@@ -249,7 +333,7 @@ class ReplacedRanks(LocalRanks):
         Raises:
             LaunchError: a rank has failed otherwise.
         """
-        failed = [process for process in self._processes if process.failure]
+        failed = [each for each in self._processes if each.failure and each.rank not in self._gone]
         for process in failed:
             assert process.failure is not None
             ended = process.has_ended and process.failure.signal not in _STOP_SIGNALS and not process.failure.kind
@@ -302,17 +386,19 @@ class ReplacedRanks(LocalRanks):
 
     def _respawn(self, process: Process) -> None:
         process.release()
-        self._processes[process.rank] = self._start_again(process.rank)
+        rank = process.rank
+        self._processes[rank] = self._start_again(self._slots[rank])
+        self._processes[rank].rank = rank
 
-    def _start_again(self, rank: int) -> Process:
-        """Return a process for a rank: a spare one, or a new one."""
+    def _start_again(self, slot: int) -> Process:
+        """Return a process for a slot: a spare one, or a new one."""
         spare = self._take_spare()
         if spare is None:
             with interrupts_blocked():
-                started = self._spawn(rank, again=True)
+                started = self._spawn(slot, again=True)
             self._set_up(started)
             return started
-        spare.rank, spare.output = rank, self.output.file_of(rank, again=True)
+        spare.rank, spare.output = slot, self.output.file_of(slot, again=True)
         # Through this process, because the file may have no name.
         log = "" if spare.output is None else f"/proc/{os.getpid()}/fd/{spare.output.fileno()}"
         self._set_up(spare, log=log)
@@ -340,28 +426,29 @@ class ReplacedRanks(LocalRanks):
         self._processes += self._spares
         self._spares = []
         LocalRanks._clear(self)
-        while self._memory:
-            os.close(self._memory.pop())
+        for number in (*self._memory, *self._terminal):
+            os.close(number)
+        self._memory, self._terminal = [], ()
 
     def _set_up(self, process: Process, **options: Any) -> None:
-        LocalRanks._set_up(self, process, replaces=True, **options)
+        LocalRanks._set_up(self, process, replaces=True, terminal=self._terminal, **options)
 
     def _make_memory(self) -> list[int]:
         return _files_in_memory(_FILES_OF_RANK * self.size)
 
-    def _invite(self) -> None:
-        """Send all ranks the address where they join the next generation."""
+    def _invite(self, members: Iterable[int]) -> None:
+        """Send the members of the next generation the address where they join it."""
         if not self._memory:
             address, self._close = get_platform(self.platform).serve_meeting_point(self._hosts()[0])
-            self._send_all(Meet(self._generation, address))
+            self._send_to(members, Meet(self._generation, address))
             return
         address = free_address()
         # Through this process, because they have no names.
         files = [f"/proc/{os.getpid()}/fd/{number}" for number in self._memory]
-        for process in self._processes:
-            first = process.rank * _FILES_OF_RANK
+        for rank in members:
+            first = self._slots[rank] * _FILES_OF_RANK
             memory = tuple(files[first : first + _FILES_OF_RANK])
-            self._send(process, Meet(self._generation, address, memory))
+            self._send(self._processes[rank], Meet(self._generation, address, memory))
 
     def _send_to(self, ranks: Iterable[int], message: Any) -> None:
         for rank in ranks:

@@ -479,7 +479,8 @@ class FaultToleranceConfig:
     max_deaths: int = Field(
         10,
         ge=0,
-        description="deaths of ranks or machines that a job survives; after one more it saves its state and ends",
+        description="deaths of ranks or machines that are replaced; after a further one the complete replicas "
+        "(parallel.dp_replicate) go on alone, or, if there is none, the job saves its state and ends",
     )
     spares: int = Field(
         0,
@@ -493,8 +494,9 @@ class FaultToleranceConfig:
     node_seconds: float = Field(
         300.0,
         gt=0,
-        description="longest wait for a machine in place of a lost one, in seconds; then the job saves its state and "
-        "ends; with launch.nodes",
+        description="longest wait for a machine in place of a lost one, or a process in place of a dead rank, in "
+        "seconds; then the complete replicas go on alone; if there is none, the job saves its state and ends for want "
+        "of a machine, and starts another process",
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -60,11 +61,12 @@ from hp_trainer.launch.platforms import (
     report_import,
     world_size_of,
 )
+from hp_trainer.launch.preflight import layout_problems
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training import Trainer
 from hp_trainer.training.checkpoints import Choice
-from hp_trainer.training.recovery import Sources, StateCopies, replicas_of
+from hp_trainer.training.recovery import Sources, StateCopies, dims_of, replicas_of, with_fewer_replicas
 from hp_trainer.training.stalls import is_of_collective, watched_set_up
 
 
@@ -308,10 +310,13 @@ def _train_rank(
 ) -> int | None:
     """Build the trainer, load the state to continue from, and train."""
     world = current_world(platform)
-    is_first = world.rank == 0
+    is_first, generation = world.rank == 0, _generation(config)
+    asked, lost_replicas = config.parallel.dp_replicate, 0
+    if generation is not None:
+        config = with_fewer_replicas(config, world.size, generation.first_size)
+        lost_replicas = asked - config.parallel.dp_replicate
     with watched_set_up(run.stalls, world, config.launch.timeout_seconds):
         sources = None if copies is None else copies.meet(world, replicas_of(config, platform))
-        generation = _generation(config)
         if copies is not None and generation is not None and generation.number:
             storage = checkpoint_storage(run, config)
             sources, start = newest_state(world.all, storage, start, sources)
@@ -321,7 +326,14 @@ def _train_rank(
         if is_first:
             report("building the model")
         # Without initial weights, since a checkpoint or a copy fills all of them.
-        trainer = Trainer(run, config, platform, initial_weights=checkpoint is None and sources is None, copies=copies)
+        trainer = Trainer(
+            run,
+            config,
+            platform,
+            initial_weights=checkpoint is None and sources is None,
+            copies=copies,
+            lost_replicas=lost_replicas,
+        )
         if sources is not None:
             trainer.restore(sources)
         elif checkpoint is not None:
@@ -332,6 +344,8 @@ def _train_rank(
         lost = f" in step {copies.lost_step}" if copies is not None and copies.lost_step else ""
         read = f"have read {checkpoint}" if checkpoint is not None else "start from the beginning"
         where = "" if sources is not None else f", without copies: all ranks {read}"
+        if lost_replicas:
+            where += f", with {asked - lost_replicas} of {asked} replicas and the same global batch"
         report(
             f"{generation.reason}{lost}; training goes on from step {trainer.progress.step} after "
             f"{time.monotonic() - generation.lost_at:.1f} s{where}"
@@ -342,6 +356,8 @@ def _train_rank(
         if generation.lacks_node:
             seconds = config.fault_tolerance.node_seconds
             why = f"no other machine has come within fault_tolerance.node_seconds = {seconds:g}"
+        if asked > 1:
+            why += ", no replica is complete"
         raise MachineError(f"{generation.reason}: {why}, and this state has been saved")
     return trainer.run()
 
@@ -542,5 +558,28 @@ def _run_once(
 def _replacement(config: TrainerConfig) -> Replacement:
     settings = config.fault_tolerance
     return Replacement(
-        settings.max_deaths, settings.stopped_seconds, report, settings.spares, node_seconds=settings.node_seconds
+        settings.max_deaths,
+        settings.stopped_seconds,
+        report,
+        settings.spares,
+        settings.node_seconds,
+        functools.partial(remaining_ranks, config, world_size_of(config)),
     )
+
+
+def remaining_ranks(config: TrainerConfig, first_size: int, size: int, dead: Collection[int]) -> list[int]:
+    """Return the ranks of the replicas that go on without the dead ranks; empty: none is complete.
+
+    They are as many of the complete ones as the global batch can be split over.
+
+    Args:
+        first_size, size: the number of ranks at the start of the job, and now.
+    """
+    now = dims_of(with_fewer_replicas(config, size, first_size), size)
+    replicas = [now.coordinate(rank)["dp_replicate"] for rank in range(size)]
+    complete = sorted(set(replicas) - {replicas[rank] for rank in dead})
+    for count in range(len(complete), 0, -1):
+        new_size = count * size // now.dp_replicate
+        if not list(layout_problems(with_fewer_replicas(config, new_size, first_size), new_size)):
+            return [rank for rank, replica in enumerate(replicas) if replica in complete[:count]]
+    return []

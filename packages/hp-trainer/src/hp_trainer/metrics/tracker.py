@@ -193,15 +193,13 @@ class JsonLinesTracker(Tracker):
         keep_steps(self.path, run.first_step)
         # Line buffered: every event is on disk as soon as it has happened.
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        self._write(
-            "start",
-            {
-                "first_step": run.first_step,
-                "platform": run.platform,
-                "world_size": run.world_size,
-                "num_parameters": run.num_parameters,
-            },
-        )
+        values = {
+            "first_step": run.first_step,
+            "platform": run.platform,
+            "world_size": run.world_size,
+            "num_parameters": run.num_parameters,
+        }
+        self._write("start", values | ({"lost_replicas": run.lost_replicas} if run.lost_replicas else {}))
 
     def step(self, record: StepRecord) -> None:
         values = asdict(record) | {"tokens_per_second": record.tokens_per_second}
@@ -300,6 +298,7 @@ class ProgressTracker(Tracker):
         self._steps = 0
         self._first_step = 0
         self._started = 0.0
+        self._replicas = ""
         self._last_line = 0.0  # time of the last plain line
         self._bar: Any = None
         self._task: Any = None
@@ -309,6 +308,10 @@ class ProgressTracker(Tracker):
         self._first_step = run.first_step
         self._started = time.monotonic()
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+        if run.lost_replicas:
+            replicas = run.config.parallel.dp_replicate
+            self._replicas = f"{replicas} of {replicas + run.lost_replicas} replicas"
+            ranks += f" ({self._replicas})"
         self._say(
             f"{run.config.model.name}: {run.num_parameters:,} parameters, {ranks} on {run.platform}, "
             f"run folder {run.folder}"
@@ -369,6 +372,7 @@ class ProgressTracker(Tracker):
             parts.append(format_flops(record.model_flops_per_second))
         if record.utilization is not None:
             parts.append(f"{record.utilization:.0%} of peak")
+        parts += [self._replicas] if self._replicas else []
         parts += map(str, record.stragglers)
         return "  ".join(parts)
 

@@ -24,7 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.optimizers import set_state
 from hp_trainer.parallel import ParallelDims
+from hp_trainer.training.pipelined import num_microbatches
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import box_of, named_state
 
@@ -52,7 +53,7 @@ _POLL_SECONDS = 0.2
 # A copy that is incomplete after this many steps, or intervals, is reported.
 _LATE_STEPS, _LATE_INTERVALS = 100, 10
 
-# Where a newcomer's state comes from: the copy that its partner holds of it, or a replica's own one.
+# What a snapshot that is sent becomes: one that the receiver holds for the sender, or the receiver's own state.
 Kind = Literal["held", "own"]
 
 
@@ -181,18 +182,56 @@ def _kind_of(setup: RankSetup, name: str, tensor: Any) -> list[Any]:
     return [name, setup.platform.dtype_name(tensor.dtype), [list(box.offset), list(box.shape)]]
 
 
+def dims_of(config: TrainerConfig, world_size: int) -> ParallelDims:
+    """Return the degrees of parallelism of a configuration on a number of ranks."""
+    return ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
+
+
 def replicas_of(config: TrainerConfig, platform: Platform) -> list[int]:
     """Return the ranks with the same state as this one, by `parallel.dp_replicate`."""
     world = current_world(platform)
-    num_experts = getattr(config.model.options, "num_experts", None)
-    dims = ParallelDims.from_config(config.parallel, world.size, num_experts)
+    dims = dims_of(config, world.size)
     ranks = dims.build_mesh(platform.device_types[0], platform=platform)["dp_replicate"].ranks()
     return [rank for rank in ranks if rank != world.rank]
 
 
-def partner_of(rank: int, size: int, num_hosts: int) -> int:
-    """Return the rank that holds a rank's snapshots: on another machine if there are several."""
-    return (rank + (size // num_hosts if num_hosts > 1 else 1)) % size
+def with_fewer_replicas(config: TrainerConfig, world_size: int, first_size: int) -> TrainerConfig:
+    """Return the configuration of a job that goes on with some of its replicas.
+
+    The global batch and the layout within a replica stay, and micro-batches become no larger.
+
+    Args:
+        world_size, first_size: the number of ranks now, and at the start of the job.
+    """
+    if world_size == first_size:
+        return config
+    dims, training = dims_of(config, first_size), config.training
+    replicas = dims.dp_replicate * world_size // first_size
+    # Inferred degrees would be others on fewer ranks.
+    parallel = replace(config.parallel, dp_replicate=replicas, dp_shard=dims.dp_shard, ep=dims.ep)
+    most = max(1, training.global_batch_size // dims.dp_size // num_microbatches(config, dims))
+    share = training.global_batch_size // (replicas * dims.dp_shard)
+    size = next(size for size in range(most, 0, -1) if share % size == 0)
+    return replace(
+        config,
+        parallel=parallel,
+        training=replace(training, micro_batch_size=size, micro_batch_tokens=None),
+        pipeline=replace(config.pipeline, microbatches=None),
+    )
+
+
+def partner_of(rank: int, machines: Sequence[int]) -> int:
+    """Return the rank that holds a rank's snapshots.
+
+    The distance is the same for all ranks: the smallest at which most partners are on another machine.
+
+    Args:
+        machines: the machine of each rank.
+    """
+    of_rank = np.asarray(machines)
+    distances = range(1, max(2, len(of_rank)))
+    best = max(distances, key=lambda distance: np.count_nonzero(np.roll(of_rank, -distance) != of_rank))
+    return (rank + best) % len(of_rank)
 
 
 class StateCopies:
@@ -233,24 +272,27 @@ class StateCopies:
             None: there is no step whose state all ranks could have, as at the start of a job.
         """
         generation = hp_dtensor.launch.current_generation()
-        hosts = generation.hosts if generation is not None else ("127.0.0.1",)
-        self._exchange = exchange = _Exchange(self, hosts[world.rank * len(hosts) // world.size])
+        assert generation is not None
+        slots, machines = generation.slots, generation.machines
+        self._exchange = exchange = _Exchange(self, generation.hosts[machines[world.rank]], slots[world.rank])
         with self._lock:
-            held = {rank: sorted(of_rank) for rank, of_rank in self._held.items()}
+            # Those of ranks that have left the job are not needed again.
+            self._held = defaultdict(dict, {slot: held for slot, held in self._held.items() if slot in slots})
+            held = {slot: sorted(of_slot) for slot, of_slot in self._held.items()}
         fact: dict[str, Any] = {"own": sorted(self._own), "held": held, "replicas": list(replicas)}
         fact |= {"own_steps": [self._own[number].step for number in sorted(self._own)]}
         fact |= {"number": self._number, "step": self.step, **exchange.address}
         gathered = world.all.all_gather_bytes(json.dumps(fact).encode())
         facts = [json.loads(each) for each in gathered]
-        exchange.connect(world.rank, partner_of(world.rank, world.size, len(hosts)), facts)
-        sources = choose_sources(facts)
+        exchange.connect(world.rank, partner_of(world.rank, machines), facts)
+        sources = choose_sources(facts, slots)
         self._number = max(fact["number"] for fact in facts)
         self.lost_step = max(fact["step"] for fact in facts)
         self._is_agreed = False
         self._has_partners.clear()
         if sources is None:
             self.clear()
-        elif not self._partner or sources.number in facts[exchange.next_rank]["held"].get(str(world.rank), ()):
+        elif not self._partner or sources.number in facts[exchange.next_rank]["held"].get(str(exchange.slot), ()):
             self._has_partners.set()
         return sources
 
@@ -258,15 +300,17 @@ class StateCopies:
         """Restore this rank's state, receiving it first if another rank has it; return the values of the trainer."""
         rank, number, exchange = setup.mesh.world.rank, sources.number, self._exchange
         assert exchange is not None
-        for newcomer, (holder, kind) in sources.holders.items():
+        for newcomer, (holder, slot) in sources.holders.items():
             if holder == rank:
-                exchange.send(newcomer, self._held[newcomer][number] if kind == "held" else self._own[number], "own")
+                exchange.send(newcomer, self._own[number] if slot is None else self._held[slot][number], "own")
         if rank in sources.holders:
             self._own = {number: exchange.receive(number, sources.holders[rank][0], timeout_seconds)}
         # Later snapshots are not complete, and their steps are repeated.
         self._own = {number: self._own[number]}
         with self._lock:
-            self._held = defaultdict(dict, {r: {number: of[number]} for r, of in self._held.items() if number in of})
+            self._held = defaultdict(
+                dict, {slot: {number: of[number]} for slot, of in self._held.items() if number in of}
+            )
         if not self.is_complete:
             self._send(self._own[number])
         values = self._own[number].restore(setup)
@@ -341,19 +385,19 @@ class StateCopies:
         else:
             self._has_partners.set()
 
-    def memory_for(self, rank: int, number: int, size: int) -> np.ndarray:
+    def memory_for(self, slot: int, number: int, size: int) -> np.ndarray:
         """Return memory for a snapshot of another rank, dropping the one before the last."""
         with self._lock:
-            held = self._held[rank]
+            held = self._held[slot]
             # Not the last one before `number`, which may be sent again.
             dropped = [held.pop(each) for each in sorted(each for each in held if each < number)[:-1]]
         fits = [each.data for each in dropped if each.data.nbytes == size]
         return fits[0] if fits else np.empty(size, np.uint8)
 
-    def hold(self, rank: int, snapshot: Snapshot) -> None:
+    def hold(self, slot: int, snapshot: Snapshot) -> None:
         """Hold a received snapshot of another rank."""
         with self._lock:
-            self._held[rank][snapshot.number] = snapshot
+            self._held[slot][snapshot.number] = snapshot
 
 
 @dataclass(frozen=True)
@@ -362,29 +406,33 @@ class Sources:
 
     Attributes:
         number: number of its snapshots.
-        holders: for each rank without its snapshot, the rank that has it, and as what.
+        holders: for each rank without its snapshot, the rank that has it, and the slot for which it holds it; None: it
+            is a replica's own one.
         step: the step after which they were taken.
     """
 
     number: int
-    holders: Mapping[int, tuple[int, Kind]]
+    holders: Mapping[int, tuple[int, int | None]]
     step: int
 
 
-def choose_sources(facts: Sequence[Mapping[str, Any]]) -> Sources | None:
+def choose_sources(facts: Sequence[Mapping[str, Any]], slots: Sequence[int]) -> Sources | None:
     """Choose the newest snapshot that each rank has, or another rank for it.
 
     Args:
-        facts: for each rank, the numbers of its `own` snapshots and their `own_steps`, those `held` for other ranks,
+        facts: for each rank, the numbers of its `own` snapshots and their `own_steps`, those `held` for other slots,
             and its `replicas`.
+        slots: the slot of each rank.
 
     Returns:
         The same on all ranks; None: there is no such snapshot.
     """
     steps = {number: step for fact in facts for number, step in zip(fact["own"], fact["own_steps"], strict=True)}
     for number in sorted(steps, reverse=True):
-        holders: dict[int, tuple[int, Kind] | None] = {
-            rank: _holder(facts, rank, number) for rank, fact in enumerate(facts) if number not in fact["own"]
+        holders: dict[int, tuple[int, int | None] | None] = {
+            rank: _holder(facts, rank, slots[rank], number)
+            for rank, fact in enumerate(facts)
+            if number not in fact["own"]
         }
         if None not in holders.values():
             found = {rank: holder for rank, holder in holders.items() if holder is not None}
@@ -392,11 +440,11 @@ def choose_sources(facts: Sequence[Mapping[str, Any]]) -> Sources | None:
     return None
 
 
-def _holder(facts: Sequence[Mapping[str, Any]], rank: int, number: int) -> tuple[int, Kind] | None:
+def _holder(facts: Sequence[Mapping[str, Any]], rank: int, slot: int, number: int) -> tuple[int, int | None] | None:
     for other, fact in enumerate(facts):
-        if number in fact["held"].get(str(rank), ()):
-            return other, "held"
-    return next(((other, "own") for other in facts[rank]["replicas"] if number in facts[other]["own"]), None)
+        if number in fact["held"].get(str(slot), ()):
+            return other, slot
+    return next(((other, None) for other in facts[rank]["replicas"] if number in facts[other]["own"]), None)
 
 
 class _Exchange:
@@ -405,14 +453,15 @@ class _Exchange:
     Args:
         copies: receives the snapshots that this rank holds for others.
         host: address of this machine for the other ranks.
+        slot: the slot of this rank, by which others hold its snapshots.
 
     Attributes:
         address: how other ranks reach this one, as JSON values.
         rank, next_rank: this rank, and the partner that holds its snapshots.
     """
 
-    def __init__(self, copies: StateCopies, host: str) -> None:
-        self._copies = copies
+    def __init__(self, copies: StateCopies, host: str, slot: int) -> None:
+        self._copies, self.slot = copies, slot
         self._server = socket.create_server((host, 0))
         # Other users of this machine may connect, too.
         self._token = secrets.token_bytes(_TOKEN_BYTES)
@@ -488,7 +537,7 @@ class _Exchange:
 
     def _send(self, rank: int, snapshot: Snapshot, kind: Kind) -> None:
         connection = self._sockets.get(rank) or self._connect(rank)
-        values = {"kind": kind, "rank": self.rank, "number": snapshot.number, "bytes": snapshot.data.nbytes}
+        values = {"kind": kind, "slot": self.slot, "number": snapshot.number, "bytes": snapshot.data.nbytes}
         prefix = json.dumps(values).encode()
         connection.sendall(_LENGTHS.pack(len(prefix), len(snapshot.header)) + prefix + snapshot.header)
         connection.sendall(snapshot.data.data)
@@ -535,12 +584,12 @@ class _Exchange:
                 lengths = _read(connection, np.empty(_LENGTHS.size, np.uint8)).tobytes()
                 prefix, header = (_read(connection, np.empty(n, np.uint8)).tobytes() for n in _LENGTHS.unpack(lengths))
                 values = json.loads(prefix)
-                rank, number, size = values["rank"], values["number"], values["bytes"]
+                slot, number, size = values["slot"], values["number"], values["bytes"]
                 held = values["kind"] == "held"
-                data = self._copies.memory_for(rank, number, size) if held else np.empty(size, np.uint8)
+                data = self._copies.memory_for(slot, number, size) if held else np.empty(size, np.uint8)
                 snapshot = Snapshot(number, header, _read(connection, data))
                 if held:
-                    self._copies.hold(rank, snapshot)
+                    self._copies.hold(slot, snapshot)
                 else:
                     with self._changed:
                         self._arrived[number] = snapshot

@@ -58,6 +58,7 @@ class Trainer:
         platform: the platform, whose current world is the job.
         initial_weights: initialize the weights; False: `resume` or `restore` will load them.
         copies: copies of the state in memory, for `restore`; None: none are made.
+        lost_replicas: replicas of the job that are not left; `config` is that of the others.
 
     Attributes:
         setup: model, optimizer and data.
@@ -72,8 +73,9 @@ class Trainer:
         *,
         initial_weights: bool = True,
         copies: StateCopies | None = None,
+        lost_replicas: int = 0,
     ) -> None:
-        self.run_folder, self.config = run, config
+        self.run_folder, self.config, self._lost_replicas = run, config, lost_replicas
         self.setup = RankSetup.build(run, config, platform, weights=initial_weights)
         self.progress = Progress()
         # Step of the newest checkpoint of this run; None: there is none.
@@ -462,6 +464,7 @@ class Trainer:
             world_size=world.size,
             first_step=self.progress.step,
             num_parameters=self.setup.num_parameters,
+            lost_replicas=self._lost_replicas,
         )
 
 
