@@ -1,11 +1,17 @@
 """Recovery from the death of a rank: what copies cost per step, and the time from a death to the next finished step.
 
     python benchmarks/recovery.py [--platform=torch --ranks=4 --interval=10 --width=256 --rounds=5 --wait=30]
+    python benchmarks/recovery.py --kills=10 [--pause=60 --ranks=2 --spares=1]
 
 Runs of `hp-train` on the CPU. In one run, a copy is made in every other interval: times are medians over
 intervals with and without one, and the time that training waits for copies is also measured alone. A death is
 survived with a spare process, by starting a process, and by starting all ranks again from a checkpoint of that step. On
 MindSpore each rank takes a spare process, or a process is started for each.
+
+With `--kills`, a random rank of two replicas is killed every `--pause` seconds instead. Goodput is the time that the
+steps of this run take in an undisturbed one, with copies, divided by the time of this run. The undisturbed time of a
+step is measured in two runs, before and after. On a machine that does other work it varies by more than deaths cost:
+compare with the second figure, by the steps of the same run that no death interrupted.
 """
 
 from __future__ import annotations
@@ -14,10 +20,14 @@ import argparse
 import itertools
 import json
 import os
+import random
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 PLUGIN = """\
@@ -27,16 +37,18 @@ from pathlib import Path
 from hp_trainer.plugins import hookimpl
 from hp_trainer.training.recovery import StateCopies
 
-RANK = os.environ.get("RANK")
-
-
 is_due, take = StateCopies.is_due, StateCopies.take
+
+
+def rank():
+    # Another one when a spare process takes the place of a rank.
+    return os.environ.get("RANK")
 
 
 def timed_take(self, *arguments):
     started = time.perf_counter()
     take(self, *arguments)
-    if RANK == "0":
+    if rank() == "0":
         with Path("copies").open("a") as out:
             out.write(f"{time.perf_counter() - started}\\n")
 
@@ -47,9 +59,14 @@ if interval := int(os.environ.get("ALTERNATE", "0")):
 
 
 @hookimpl
+def hp_before_run(record):
+    Path(f"process{rank()}").write_text(str(os.getpid()))
+
+
+@hookimpl
 def hp_before_step(record):
     # In the step after the one in which a copy was started.
-    if f"{RANK}:{record.step}" == os.environ.get("DIES") and not Path("died").exists():
+    if f"{rank()}:{record.step}" == os.environ.get("DIES") and not Path("died").exists():
         # A spare process, started with this one, is ready after its imports.
         time.sleep(float(os.environ.get("WAITS", "0")))
         Path("died").write_text(str(time.time()))
@@ -58,7 +75,7 @@ def hp_before_step(record):
 
 @hookimpl
 def hp_after_step(record):
-    if RANK == "0":
+    if rank() == "0":
         with Path("steps").open("a") as out:
             out.write(f"{record.step} {time.time()} {time.process_time()}\\n")
 """
@@ -87,17 +104,24 @@ class Runs:
         (metadata / "entry_points.txt").write_text("[hp_trainer]\ntimes = times\n")
         (folder / "plugins" / "times.py").write_text(PLUGIN)
 
-    def train(self, *settings: str, **variables: str) -> list[tuple[int, float, float]]:
-        """Return step, time and processor time of rank 0 of each finished step."""
+    def start(self, *settings: str, **variables: str) -> subprocess.Popen[str]:
+        """Start a run that writes the times of its steps."""
         self.number += 1
         for name in ("steps", "died", "copies"):
             (self.folder / name).unlink(missing_ok=True)
         path = os.pathsep.join([str(self.folder / "plugins"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "hp_trainer", "run", "run.yaml", f"--run.folder=out{self.number}", *settings]
         environment = os.environ | {"PYTHONPATH": path, "HP_PLATFORM": self.options.platform} | variables
-        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(done.stderr)
+        log = (self.folder / "log").open("w")
+        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, text=True)
+
+    def train(self, *settings: str, **variables: str) -> list[tuple[int, float, float]]:
+        """Return step, time and processor time of rank 0 of each finished step."""
+        if self.start(*settings, **variables).wait():
+            raise SystemExit((self.folder / "log").read_text())
+        return self.times()
+
+    def times(self) -> list[tuple[int, float, float]]:
         lines = (self.folder / "steps").read_text().splitlines()
         return [(int(step), float(when), float(used)) for step, when, used in map(str.split, lines)]
 
@@ -115,8 +139,8 @@ class Runs:
         )
         return with_, without
 
-    def seconds_to_recover(self, *settings: str) -> float:
-        """Return the time from a death to the end of the step in which it happened.
+    def seconds_to_recover(self, *settings: str) -> tuple[float, float]:
+        """Return the time from a death to the next finished step, and to the end of the step in which it happened.
 
         The rank that dies waits before, long enough for a spare process to be ready.
         """
@@ -124,7 +148,29 @@ class Runs:
         dies = f"{self.options.ranks - 1}:{step}"
         times = self.train(*settings, f"--training.steps={step + 1}", DIES=dies, WAITS=str(self.options.wait))
         died = float((self.folder / "died").read_text())
-        return min(when for number, when, _ in times if number == step and when > died) - died
+        later = [(number, when - died) for number, when, _ in times if when > died]
+        return min(when for _, when in later), min(when for number, when in later if number == step)
+
+    def steps_in(self, num_kills: int, pause: float, *settings: str) -> list[tuple[int, float, float]]:
+        """Return `train`'s times between the first step and `pause` seconds after the last of some kills."""
+        # The processes of an earlier run have ended.
+        for file in self.folder.glob("process*"):
+            file.unlink()
+        process = self.start(*settings, "--training.steps=1000000")
+        while process.poll() is None and not (self.folder / "steps").exists():
+            time.sleep(1.0)
+        for _ in range(num_kills):
+            time.sleep(pause)
+            file = random.choice(sorted(self.folder.glob("process*")))
+            os.kill(int(file.read_text()), signal.SIGKILL)
+        time.sleep(pause)
+        times = self.times()
+        process.send_signal(signal.SIGTERM)
+        log = (self.folder / "log") if process.wait() != 128 + signal.SIGTERM else None
+        deaths = len(re.findall(r"rank . of . has died \(SIGKILL\); another", (self.folder / "log").read_text()))
+        if log is not None or deaths != num_kills:
+            raise SystemExit(f"{deaths} deaths: {(self.folder / 'log').read_text()}")
+        return times
 
     def state_bytes(self) -> int:
         """Return the bytes of the last checkpoint: all shards of weights and optimizer states."""
@@ -138,11 +184,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--platform", choices=("torch", "mindspore"), default="torch")
     parser.add_argument("--wait", type=float, default=30.0, help="seconds in which a spare process gets ready")
+    parser.add_argument("--kills", type=int, default=0, help="measure goodput, with this many kills")
+    parser.add_argument("--pause", type=float, default=60.0, help="seconds between two kills")
+    parser.add_argument("--spares", type=int, default=1, help="spare processes while goodput is measured")
     options = parser.parse_args()
     copies = ("--fault_tolerance.copies=1", f"--fault_tolerance.interval={options.interval}")
     file = (f"--checkpoint.interval={options.interval}", "--checkpoint.keep=1")
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(Path(folder), options)
+        if options.kills:
+            print_goodput(runs, options, *copies)
+            return
         with_, without = runs.seconds_per_step(*copies)
         sent = runs.state_bytes() / options.ranks
         print(f"{options.ranks} ranks, {sent / 1e6:.1f} MB of state each, copied every {options.interval} steps")
@@ -159,9 +211,39 @@ def main() -> None:
             "all ranks, from a file": file,
         }
         found = {name: runs.seconds_to_recover(*settings) for name, settings in ways.items()}
-        for name, seconds in found.items():
-            share = seconds / found["all ranks, from a file"]
-            print(f"death            {name:24} {seconds:6.1f} s   {100 * share:.0f} %")
+        for index, what in enumerate(("next finished step", "step in which it happened")):
+            for name, seconds in found.items():
+                share = seconds[index] / found["all ranks, from a file"][index]
+                print(f"death to the {what:26} {name:24} {seconds[index]:6.2f} s   {100 * share:.0f} %")
+
+
+def print_goodput(runs: Runs, options: argparse.Namespace, *settings: str) -> None:
+    more = (*settings, "--parallel.dp_replicate=2", f"--fault_tolerance.spares={options.spares}")
+    more = (*more, f"--fault_tolerance.max_deaths={options.kills}", "--checkpoint.interval=1000")
+    before = runs.steps_in(0, options.pause, *more)
+    times = runs.steps_in(options.kills, options.pause, *more)
+    after = runs.steps_in(0, options.pause, *more)
+    undisturbed = [(run[-1][1] - run[0][1]) / (run[-1][0] - run[0][0]) for run in (before, after)]
+    seconds, steps = times[-1][1] - times[0][1], times[-1][0] - times[0][0]
+    pauses = sorted(later[1] - earlier[1] for earlier, later in itertools.pairwise(times))
+    # The steps in which a rank died end last.
+    others, stops = pauses[: -options.kills], pauses[-options.kills :]
+    repeated = len(pauses) - steps
+    print(
+        f"{options.ranks} ranks in 2 replicas with copies every {options.interval} steps, {options.spares} spare, on "
+        f"{os.cpu_count()} cores at a load of {os.getloadavg()[1]:.0f}: {options.kills} kills in {seconds:.0f} s, "
+        f"{steps} steps"
+    )
+    print(
+        f"time of a step: undisturbed {undisturbed[0] * 1e3:.1f} and {undisturbed[1] * 1e3:.1f} ms, here between "
+        f"deaths {statistics.mean(others) * 1e3:.1f} ms"
+    )
+    print(
+        f"a death stops training for {statistics.mean(stops):.2f} s (at most {max(stops):.2f} s), and "
+        f"{repeated / options.kills:.1f} steps are repeated"
+    )
+    for name, each in (("undisturbed runs", statistics.mean(undisturbed)), ("steps", statistics.mean(others))):
+        print(f"goodput, by the time of {name:16} {100 * steps * each / seconds:6.1f} %")
 
 
 if __name__ == "__main__":

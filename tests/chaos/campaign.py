@@ -288,7 +288,6 @@ def main() -> int:
     parser.add_argument("--layout", default="", help="of ranks: only layouts whose name holds this")
     parser.add_argument("--patience", type=float, default=1.0, help="of ranks: times the usual limits in seconds")
     parser.add_argument("--kills", type=int, default=100, help="of kills: deaths of ranks in all jobs, if time is left")
-    parser.add_argument("--pause", type=float, help="of kills: seconds between two; default: some steps")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(FAMILIES)
     if unknown := [name for name in names if name not in FAMILIES]:
@@ -299,7 +298,7 @@ def main() -> int:
     platform = get_platform().name
     with tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(Path(folder).resolve(), platform, options.layout, options.patience)
-        campaign.survival.wanted, campaign.survival.pause = options.kills, options.pause
+        campaign.survival.wanted = options.kills
         if set(names) - {"ranks", "deaths", "kills"}:
             campaign.measure_variants()
         chosen = {name: functools.partial(FAMILIES[name], campaign) for name in names}

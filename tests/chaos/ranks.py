@@ -91,6 +91,8 @@ KILLED = {
 KILLS_OF_A_JOB, STEPS_BETWEEN = 12, 3
 _DIED = re.compile(r"rank (\d+) of \d+ has died \(SIGKILL\); (?:another process takes its place|all ranks start again)")
 START_SECONDS, END_SECONDS = 180, 240
+# The end of a metrics file that has the last event of a step.
+_END_BYTES, _STEP = 8192, re.compile(rb'"step": (\d+)')
 
 
 class Ranks:
@@ -152,7 +154,7 @@ class Ranks:
     def wait_for_step(self, step: int, process: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + START_SECONDS * self.patience
         while time.monotonic() < deadline and process.poll() is None:
-            if any(event.get("step", 0) >= step for event in read_metrics(self.run / "metrics.jsonl")):
+            if self.newest_step() >= step:
                 return
             time.sleep(0.02)
         _, errors = self.finish(process, 0.1 if process.poll() is None else END_SECONDS)
@@ -189,8 +191,15 @@ class Ranks:
         return [event["loss"] for event in steps]
 
     def newest_step(self) -> int:
-        """Return the last step that the metrics have; 0 before the first."""
-        return max((event.get("step", 0) for event in read_metrics(self.run / "metrics.jsonl")), default=0)
+        """Return the step of the last event of the metrics; 0 before the first.
+
+        Only the end of the file is read, since this is called often while ranks need the processor.
+        """
+        with contextlib.suppress(FileNotFoundError), (self.run / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
+            steps = [int(found) for found in _STEP.findall(file.read())]
+            return steps[-1] if steps else 0
+        return 0
 
     def listening(self) -> set[str]:
         """Return the listening TCP sockets of the processes of the last command."""
@@ -276,14 +285,12 @@ class Survival:
 
     Attributes:
         wanted: deaths of ranks after which no further job starts.
-        pause: seconds between two kills; None: some steps.
         deaths: number of deaths of each rank; those of processes that wait are not counted.
         survived: deaths in jobs that ended with the losses of an undisturbed run and left nothing behind.
         lines: a line per job.
     """
 
     wanted: int = 100
-    pause: float | None = None
     deaths: dict[int, int] = field(default_factory=dict)
     survived: int = 0
     lines: list[str] = field(default_factory=list)
@@ -300,7 +307,7 @@ class Survival:
 def kills(folder: Path, platform: str, layout: str, patience: float, counts: Survival) -> Iterator[Case]:
     """Yield a job of each layout in turn, until as many ranks have died as `counts` wants."""
     ranks = Ranks(folder, platform, patience)
-    undisturbed: dict[str, Undisturbed] = {}
+    undisturbed: dict[str, list[float]] = {}
     chosen = {name: settings for name, settings in KILLED.items() if layout in name}
     while chosen:
         for name, settings in chosen.items():
@@ -311,35 +318,19 @@ def kills(folder: Path, platform: str, layout: str, patience: float, counts: Sur
             )
 
 
-@dataclass
-class Undisturbed:
-    """Losses of a layout without deaths, and the time of a step, with copies and checkpoints."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-
-
-def train_undisturbed(ranks: Ranks, layout: tuple[str, ...], num_steps: int) -> Undisturbed | None:
-    """Train without deaths; None where the platform refuses to replace ranks."""
+def train_undisturbed(ranks: Ranks, layout: tuple[str, ...], num_steps: int) -> list[float] | None:
+    """Return the losses without deaths; None where the platform refuses to replace ranks."""
     ranks.clear()
-    process = ranks.start(*layout, f"--training.steps={num_steps}")
-    first, started = 0, 0.0
-    while process.poll() is None and first == 0:
-        first, started = ranks.newest_step(), time.monotonic()
-        time.sleep(0.01)
-    while process.poll() is None and ranks.newest_step() < num_steps:
-        time.sleep(0.05)
-    seconds = (time.monotonic() - started) / max(1, num_steps - first)
-    ended = ranks.finish(process, END_SECONDS + num_steps)
+    ended = ranks.finish(ranks.start(*layout, f"--training.steps={num_steps}"), END_SECONDS + num_steps)
     if ended[0] == 2 and "cannot meet again on platform" in ended[1]:
         return None
     ranks.expect(ended, 0)
-    return Undisturbed(ranks.losses(num_steps), seconds)
+    return ranks.losses(num_steps)
 
 
 def be_killed(
     ranks: Ranks,
-    undisturbed: dict[str, Undisturbed],
+    undisturbed: dict[str, list[float]],
     name: str,
     layout: tuple[str, ...],
     counts: Survival,
@@ -359,7 +350,7 @@ def be_killed(
     ranks.clear()
     shared = set(os.listdir("/dev/shm"))
     process = ranks.start(*settings, "--training.steps=1000000")
-    seconds, num_steps, sockets = kill_at_random(ranks, process, counts.pause, random_)
+    seconds, num_steps, sockets = kill_at_random(ranks, process, random_)
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     code, errors = ranks.finish(process)
@@ -371,28 +362,17 @@ def be_killed(
     if left := [*ranks.half_written(), *(sockets & listening_sockets()), *left_in_shared_memory(shared)]:
         raise Failure(f"left behind: {left}")
     counts.survived += len(died)
-    useful = num_steps * undisturbed[name].seconds
-    counts.lines.append(
-        f"{name}: {len(died)} deaths of ranks in {seconds:.0f} s and {num_steps} steps, "
-        f"{(seconds - useful) / max(1, len(died)):.1f} s lost per death, goodput {useful / seconds:.1%}, "
-        f"load {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
-    )
+    counts.lines.append(f"{name}: {len(died)} deaths of ranks in {seconds:.0f} s and {num_steps} steps")
     print(counts.lines[-1], flush=True)
     return SAME
 
 
-def kill_at_random(
-    ranks: Ranks, process: subprocess.Popen[str], pause: float | None, random_: random.Random
-) -> tuple[float, int, set[str]]:
-    """Kill processes of a job; return the seconds and the steps meanwhile, and the listening sockets seen.
-
-    Args:
-        pause: seconds between two kills; None: some steps.
-    """
+def kill_at_random(ranks: Ranks, process: subprocess.Popen[str], random_: random.Random) -> tuple[float, int, set[str]]:
+    """Kill processes of a job; return the seconds and the steps meanwhile, and the listening sockets seen."""
     ranks.wait_for_step(1, process)
     started, first, sockets = time.monotonic(), ranks.newest_step(), set[str]()
     for _ in range(KILLS_OF_A_JOB):
-        time.sleep(random_.random() * 0.5 if pause is None else pause)
+        time.sleep(random_.random() * 0.5)
         sockets |= ranks.listening()
         ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
         running = [pid for pid in ranks.processes() if pid != process.pid]
@@ -402,17 +382,17 @@ def kill_at_random(
     return time.monotonic() - started, ranks.newest_step() - first, sockets
 
 
-def expect_undisturbed(ranks: Ranks, undisturbed: Undisturbed, settings: tuple[str, ...]) -> Undisturbed:
-    """Compare the losses with those of an undisturbed run, and return it; it is trained again if it is shorter."""
+def expect_undisturbed(ranks: Ranks, undisturbed: list[float], settings: tuple[str, ...]) -> list[float]:
+    """Compare the losses with those of an undisturbed run, and return these; it is trained again if it is shorter."""
     losses = ranks.losses(None)
-    if len(losses) > len(undisturbed.losses):
+    if len(losses) > len(undisturbed):
         run, ranks.run = ranks.run, ranks.run.with_name("undisturbed")
         longer = train_undisturbed(ranks, settings, len(losses))
         ranks.clear()
         ranks.run = run
         assert longer is not None
         undisturbed = longer
-    if losses != undisturbed.losses[: len(losses)]:
+    if losses != undisturbed[: len(losses)]:
         raise Failure("other losses than without deaths")
     return undisturbed
 
