@@ -149,7 +149,7 @@ class Composition:
     # Reductions ------------------------------------------------------------------------------------------
 
     def mean(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-        dims = range(len(x.shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
+        dims = (dim,) if isinstance(dim, int) else dim or range(len(x.shape))
         wide = self._accurate(x) if self._is_floating(x) else x
         return self._rounded(self.div(self.sum(wide, dim, keepdim), math.prod(x.shape[each] for each in dims)), x)
 

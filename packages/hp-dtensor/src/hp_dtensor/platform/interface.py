@@ -124,8 +124,9 @@ class TensorInterface(ABC):
         masks_of_bytes: whether a uint8 index is a mask. Otherwise such an index is refused.
         function_modules: names of modules with functions of tensors, such as `"torch.nn.functional"`. Empty: the
             top-level package of `Tensor`. The conformance suite calls them, and the methods of `Tensor`, with DTensors.
-        shard_names: functions and methods that describe this rank's shard on purpose, such as `data_ptr`, and those
-            that crash the process if an argument is missing. The conformance suite does not call them.
+        shard_names: functions and methods that describe this rank's shard on purpose, such as `data_ptr`, those that
+            crash the process if an argument is missing, and those that are wrong on the framework's plain tensors. The
+            conformance suite does not call them.
     """
 
     name: str

@@ -100,6 +100,19 @@ def test_gradients_of_inner_tensors(hp_platform: Platform, x: Tensor) -> None:
     assert_values(hp_platform, gradient, [4, 8, 12])
 
 
+def test_gradient_hooks_run_in_order_on_complete_gradients(hp_platform: Platform, x: Tensor) -> None:
+    """Hooks of one tensor run as registered, those of later tensors first, each once with the sum over all uses."""
+    ops = hp_platform.ops
+    y = ops.mul(x, 2.0)
+    found: list[tuple[str, list[float]]] = []
+    for name, hooked in (("x, first", x), ("y, first", y), ("y, second", y), ("x, second", x)):
+        hp_platform.add_gradient_hook(hooked, lambda g, name=name: found.append((name, read(hp_platform, g).tolist())))
+    hp_platform.backward(ops.sum(ops.add(y, ops.mul(y, 3.0))))
+    of_y, of_x = [4.0, 4.0, 4.0], [8.0, 8.0, 8.0]
+    assert found == [("y, first", of_y), ("y, second", of_y), ("x, first", of_x), ("x, second", of_x)]
+    assert_values(hp_platform, hp_platform.get_grad(x), of_x)
+
+
 def test_recording_is_switched_in_nested_blocks(hp_platform: Platform, x: Tensor) -> None:
     assert hp_platform.is_grad_enabled()
     with hp_platform.no_grad():

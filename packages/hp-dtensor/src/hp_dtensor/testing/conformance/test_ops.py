@@ -181,6 +181,9 @@ def _reductions() -> list[Case]:
         _case("sum", cube, arguments=(1,), reference=lambda a: a.sum(1)),
         _case("sum", cube, arguments=((0, 2),), reference=lambda a: a.sum((0, 2))),
         _case("sum", cube, arguments=(-1, True), reference=lambda a: a.sum(-1, keepdims=True)),
+        # No dimensions mean all of them, as in torch. NumPy would return the operand.
+        _case("sum", x, arguments=((),), reference=np.sum),
+        _case("mean", x, arguments=((),), reference=np.mean),
         _case("sum", count, arguments=(0,), label="int64", reference=lambda a: a.sum(0)),
         *(
             # Integers and booleans are added up in int64. In their own dtypes these sums would overflow.

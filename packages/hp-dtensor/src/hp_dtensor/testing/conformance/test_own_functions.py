@@ -66,6 +66,14 @@ ARGUMENTS: tuple[Callable[[Callable[[], Tensor]], tuple[Any, ...]], ...] = (
     lambda x: (x(), x(), x()),
 )
 
+# Each that a function takes is tried as well, as users write it. The names are torch's, and NumPy's.
+KEYWORDS: tuple[dict[str, Any], ...] = (
+    {"dim": 0, "keepdim": True},
+    {"axis": 0, "keepdim": True},
+    {"axis": 0, "keepdims": True},
+    {"axis": 0, "keep_dims": True},
+)
+
 
 @dataclass(frozen=True)
 class OwnCall:
@@ -105,10 +113,10 @@ def _is_function(value: Any) -> bool:
 def _caller(name: str) -> Callable[..., Any]:
     """Return a function that calls a method, or reads a property, of its first argument."""
 
-    def call(x: Tensor, *args: Any) -> Any:
+    def call(x: Tensor, *args: Any, **keywords: Any) -> Any:
         found = getattr(x, name)
         # A property is read once, by the call without further arguments.
-        return found(*args) if callable(found) else (found, *args)
+        return found(*args, **keywords) if callable(found) or keywords else (found, *args)
 
     return call
 
@@ -124,40 +132,46 @@ def problems(platform: Platform, call: OwnCall) -> list[str]:
 
 
 def _problems(platform: Platform, call: OwnCall) -> list[str]:
-    expected = _expected(platform, call)
-    if expected is None:
-        return []
-    arguments, values = expected
     found = []
-    for placement in call.placements:
-        results = run_ranks(_on_this_rank, RANKS, platform, platform, call, arguments, placement)
-        wrong = next((each for each in results if each is not None and not _equal(each, values)), None)
-        if wrong is not None:
-            shown = ", ".join(f"{list(x.shape)} {x.ravel()[:3].tolist()}" for x in wrong[:2]) or "nothing"
-            wanted = ", ".join(f"{list(x.shape)} {x.ravel()[:3].tolist()}" for x in values[:2])
-            found.append(f"{call.name} of {placement} gives {shown}; on one device it gives {wanted}")
+    for arguments, keywords, values in _expected(platform, call):
+        for placement in call.placements:
+            results = run_ranks(_on_this_rank, RANKS, platform, platform, call, arguments, keywords, placement)
+            wrong = next((each for each in results if each is not None and not _equal(each, values)), None)
+            if wrong is not None:
+                shown = ", ".join(f"{list(x.shape)} {x.ravel()[:3].tolist()}" for x in wrong[:2]) or "nothing"
+                wanted = ", ".join(f"{list(x.shape)} {x.ravel()[:3].tolist()}" for x in values[:2])
+                written = f"{call.name}{f' with {keywords}' if keywords else ''}"
+                found.append(f"{written} of {placement} gives {shown}; on one device it gives {wanted}")
     return found
 
 
-def _expected(platform: Platform, call: OwnCall) -> tuple[Any, list[np.ndarray]] | None:
-    """Return arguments that the function takes and its values; None: it takes none, has no values or is random."""
+def _expected(platform: Platform, call: OwnCall) -> Iterator[tuple[Any, dict[str, Any], list[np.ndarray]]]:
+    """Yield arguments and keywords that the function takes, and its values, unless it has none or is random."""
 
     def plain() -> Tensor:
         return platform.from_numpy(VALUES.copy())
 
     # Python itself passes both operands, and a framework may crash where one is missing.
     takes_two = call.name.rpartition(".")[2] in OPERATORS_OF_TWO
-    for arguments in ARGUMENTS[1:] if takes_two else ARGUMENTS:
+    taken = False
+    forms: list[tuple[Any, dict[str, Any]]] = [(each, {}) for each in (ARGUMENTS[1:] if takes_two else ARGUMENTS)]
+    for arguments, keywords in [*forms, *((ARGUMENTS[0], each) for each in KEYWORDS)]:
         # The framework may refuse arguments by any exception.
         with contextlib.suppress(Exception):
-            # Five times: two random masks of three rows are often equal.
-            values, *again = (_values(platform, call, arguments(plain)) for _ in range(5))
-            return (arguments, values) if values and all(_equal(values, each) for each in again) else None
-    return None
+            if keywords or not taken:
+                # Five times: two random masks of three rows are often equal.
+                values, *again = (_values(platform, call, arguments(plain), keywords) for _ in range(5))
+                taken = True
+                if values and all(_equal(values, each) for each in again):
+                    yield arguments, keywords, values
 
 
 def _on_this_rank(
-    platform: Platform, call: OwnCall, arguments: Callable[..., tuple[Any, ...]], placement: Placement
+    platform: Platform,
+    call: OwnCall,
+    arguments: Callable[..., tuple[Any, ...]],
+    keywords: dict[str, Any],
+    placement: Placement,
 ) -> list[np.ndarray] | None:
     """Return the values of a call on DTensors, gathered; None if it raises."""
     mesh = init_device_mesh("cpu", (RANKS,), platform=platform)
@@ -169,14 +183,16 @@ def _on_this_rank(
     operands = arguments(sharded)
     # Any exception is a refusal. The platform's own suite has the texts.
     try:
-        return _values(platform, call, operands)
+        return _values(platform, call, operands, keywords)
     except Exception:
         return None
 
 
-def _values(platform: Platform, call: OwnCall, arguments: tuple[Any, ...]) -> list[np.ndarray]:
+def _values(
+    platform: Platform, call: OwnCall, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> list[np.ndarray]:
     """Return the tensors, arrays and numbers in the result, DTensors gathered, as arrays; zeros if uninitialised."""
-    result = call.run(*arguments)
+    result = call.run(*arguments, **keywords)
     with platform.no_grad():
         full = (conversions.full_tensor(x) if isinstance(x, DTensor) else x for x in _listed(result))
         values = [np.array(platform.to_numpy(x) if isinstance(x, platform.Tensor) else x) for x in full]

@@ -143,6 +143,23 @@ def test_a_transposed_tensor_becomes_contiguous_within_the_graph(hp_platform: Pl
     assert_values(hp_platform, hp_platform.get_grad(x), weight.T)
 
 
+@pytest.mark.parametrize("view", ["narrow", "expand"])
+def test_gaps_and_repeated_elements_become_contiguous(hp_platform: Platform, view: str) -> None:
+    """The strides of these descend, as those of contiguous tensors do."""
+    array = np.arange(6.0).reshape(2, 3)
+    x = tensor(hp_platform, array if view == "narrow" else array[:, :1], requires_grad=True)
+    ops = hp_platform.ops
+    y = hp_platform.contiguous(ops.narrow(x, 1, 0, 2) if view == "narrow" else ops.expand(x, (2, 2)))
+    expected = array[:, :2] if view == "narrow" else np.broadcast_to(array[:, :1], (2, 2))
+    assert_values(hp_platform, y, expected)
+    assert tuple(hp_platform.strides(y)) == (2, 1)
+    hp_platform.backward(y, tensor(hp_platform, [[1.0, 2.0], [3.0, 4.0]]))
+    gradient = [[1, 2, 0], [3, 4, 0]] if view == "narrow" else [[3], [7]]
+    assert_values(hp_platform, hp_platform.get_grad(x), gradient)
+    hp_platform.copy_(hp_platform.detach(y), tensor(hp_platform, np.full((2, 2), 9.0)))
+    assert_values(hp_platform, hp_platform.detach(x), array if view == "narrow" else array[:, :1], "a copy was written")
+
+
 def test_what_is_contiguous_stays_what_it_is(hp_platform: Platform) -> None:
     x = hp_platform.zeros((2, 3), hp_platform.dtype("float32"))
     # A copy would leave `x` at zero.
