@@ -168,12 +168,19 @@ def combinations(names: Iterable[str], frameworks: Iterable[str]) -> Iterator[tu
                 yield from ((framework, name, version) for version in versions if differs(name, version))
 
 
-def page(results: Iterable[Result], written: str) -> str:
-    """Return the text of docs/compatibility.md. Rows of packages that were not tested now stay from the text before."""
+def page(results: Iterable[Result], written: str, admitted_now: Iterable[tuple[str, str, Version]]) -> str:
+    """Return the text of docs/compatibility.md.
+
+    Args:
+        written: the text before. Its rows that were not tested now stay if the ranges admit them.
+        admitted_now: the runs that today's ranges admit.
+    """
     results = list(results)
     tested = {(each.framework, each.package) for each in results}
+    possible = {(framework, name, str(version)) for framework, name, version in admitted_now}
     rows = [line for line in written.splitlines() if re.match(r"\| (torch|mindspore) \|", line)]
-    others = [row for row in rows if (row.split()[1], row.split()[3]) not in tested]
+    names = {row: tuple(row.split()[place] for place in (1, 3, 4)) for row in rows}
+    others = [row for row in rows if names[row][:2] not in tested and names[row] in possible]
     return _HEAD + "\n".join(sorted([*others, *(each.row for each in results)])) + "\n"
 
 
@@ -193,15 +200,17 @@ def main(arguments: list[str]) -> int:
         return 1
     frameworks = [chosen.platform] if chosen.platform else filter(workspace.has_wheels, workspace.FRAMEWORKS)
     cases = list(combinations(chosen.packages or workspace.PACKAGES, frameworks))
-    results = []
-    for case in cases:
+    results: list[Result] = []
+    for case in [None, *cases]:
         try:
-            results.append(run_with(*case, is_full=chosen.full))
+            results += [run_with(*case, is_full=chosen.full)] if case else []
         except SetupError as error:
             print(f"compatibility: {error}", file=sys.stderr)
             return 1
+        # Before the first run too, as ranges may have changed.
         if chosen.write:
-            PAGE.write_text(page(results, PAGE.read_text() if PAGE.is_file() else ""))
+            possible = combinations(workspace.PACKAGES, workspace.FRAMEWORKS)
+            PAGE.write_text(page(results, PAGE.read_text() if PAGE.is_file() else "", possible))
     return 0 if all(each.works for each in results) else 1
 
 

@@ -287,12 +287,17 @@ def test_the_page_of_versions_has_new_rows_in_place_of_old_ones():
     def result(framework, package, version, passed, failed):
         return compatibility.Result(framework, package, Version(version), passed, failed, 0, False)
 
-    first = compatibility.page(
-        [result("torch", "hp-moe", "0.1.0", 5, 0), result("torch", "hp-fsdp", "0.1.0", 0, 0)], ""
-    )
-    rows = compatibility.page(
-        [result("torch", "hp-moe", "0.2.0", 5, 1), result("mindspore", "hp-moe", "0.2.0", 3, 0)], first
-    )
+    before = [
+        ("torch", "hp-moe", "0.1.0", 5, 0),
+        ("torch", "hp-fsdp", "0.1.0", 0, 0),
+        ("torch", "hp-dtensor", "0.1.0", 9, 0),
+    ]
+    now = [("torch", "hp-moe", "0.2.0", 5, 1), ("mindspore", "hp-moe", "0.2.0", 3, 0)]
+    # The ranges of today exclude hp-dtensor 0.1.0.
+    possible = [(framework, name, Version(version)) for framework, name, version, *_ in (*before[:2], *now)]
+    first = compatibility.page([result(*each) for each in before], "", [])
+    assert "hp-dtensor 0.1.0" in first
+    rows = compatibility.page([result(*each) for each in now], first, possible)
     assert rows.removeprefix(compatibility._HEAD).splitlines() == [
         "| mindspore | hp-moe 0.2.0 | works | 3 passed, 0 failed | 0 | core |",
         "| torch | hp-fsdp 0.1.0 | does not work | 0 passed, 0 failed | 0 | core |",
