@@ -10,7 +10,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
+import hp_dtensor
 from hp_dtensor.platform.__main__ import CONFORMANCE, main, package_of
 from hp_dtensor.platform.composition import PRIMITIVES
 from hp_dtensor.platform.interface import Platform
@@ -51,6 +53,14 @@ def test_the_package_is_found_and_says_what_to_do(environment, tmp_path):
         "demo DemoPlatform.detach: Return the same data outside the autograd graph, requiring no gradient.",
         "operation add(x, y): as torch's add",
     ], done.stderr
+
+
+@pytest.mark.parametrize(("version", "end"), [(hp_dtensor.__version__, None), ("0.7.3", "0.8"), ("1.4.0", "2")])
+def test_it_requires_the_version_that_wrote_it(monkeypatch, version, end):
+    monkeypatch.setattr(hp_dtensor, "__version__", version)
+    (requirement,) = tomllib.loads(package_of("demo")["pyproject.toml"])["project"]["dependencies"]
+    assert Requirement(requirement).specifier.contains(version)
+    assert end is None or requirement == f"hp-dtensor>={version},<{end}"
 
 
 def test_its_first_failing_test_names_the_first_step(environment, tmp_path):

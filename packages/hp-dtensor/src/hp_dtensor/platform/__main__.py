@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hp_dtensor
 from hp_dtensor.platform.composition import PRIMITIVES
 from hp_dtensor.platform.interface import OP_SIGNATURES, Platform
 
@@ -44,7 +45,7 @@ version = "0.1.0"
 description = "The platform of hp-dtensor for {name}."
 readme = "README.md"
 requires-python = ">=3.11"
-dependencies = ["hp-dtensor>=0.1,<0.2"]  # and the framework
+dependencies = ["{requirement}"]  # and the framework
 
 [project.entry-points.hp_dtensor]
 {name} = "{package}.plugin"
@@ -227,6 +228,7 @@ def main(arguments: list[str]) -> int:
 def package_of(name: str) -> dict[str, str]:
     """Return the files of the package by path."""
     words = {"name": name, "package": f"hp_platform_{name}", "title": name.title().replace("_", "")}
+    words["requirement"] = _requirement(hp_dtensor.__version__)
     methods = "".join(f"\n{text}" for text in _methods(words["title"]))
     steps = "\n".join(f'    "{step}",' for step in CONFORMANCE)
     source = f"src/{words['package']}"
@@ -241,6 +243,12 @@ def package_of(name: str) -> dict[str, str]:
         f"{source}/fsdp.py": FSDP.format(**words),
         "tests/test_conformance.py": TESTS.format(**words, steps=steps),
     }
+
+
+def _requirement(version: str) -> str:
+    """Return the requirement of this hp-dtensor or a newer one, before the next breaking version."""
+    first, second, _ = map(int, version.split("."))
+    return f"hp-dtensor>={version},<{f'0.{second + 1}' if first == 0 else first + 1}"
 
 
 def _methods(title: str) -> Iterator[str]:
