@@ -63,7 +63,7 @@ def _sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _axis(x: Tensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
-    if dim is None:
+    if dim is None or dim == ():
         return tuple(range(x.data.ndim))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     return tuple(d % x.data.ndim for d in dims)

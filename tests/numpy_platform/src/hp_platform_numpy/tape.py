@@ -63,7 +63,7 @@ def at_end(callback: Callable[[], None]) -> None:
 def on_gradient(x: Tensor, hook: Callable[[], None]) -> None:
     """Call `hook` when the gradient of the result of an operation is known."""
     if x.node is not None:
-        x.node.hooks.append((x.index, hook))
+        x.node.hooks.append((x.index, lambda gradient: hook()))
 
 
 @contextlib.contextmanager
@@ -83,7 +83,7 @@ class Node:
         self.backward = backward
         self.num_outputs = num_outputs
         self.number = next(_numbers)
-        self.hooks: list[tuple[int, Callable[[], None]]] = []
+        self.hooks: list[tuple[int, Callable[[Array], None]]] = []
 
 
 class Walk:
@@ -105,6 +105,9 @@ class Walk:
             self.at_end = _state.at_end
             while self._queue:
                 self._visit(-heapq.heappop(self._queue))
+            for x, gradient in self.leaves.values():
+                for hook in x.hooks:
+                    hook(gradient)
 
     def gradient_of(self, x: Tensor) -> Array | None:
         """Return the gradient of a leaf, or of an inner tensor that was asked for; None where there is none."""
@@ -116,8 +119,9 @@ class Walk:
         node, gradients = self._waiting.pop(number)
         if number in self._wanted:
             self._inner.update({(number, index): gradient for index, gradient in enumerate(gradients)})
-        for hook in [hook for index, hook in node.hooks if gradients[index] is not None]:
-            hook()
+        for index, hook in node.hooks:
+            if (gradient := gradients[index]) is not None:
+                hook(gradient)
         for parent, gradient in zip(node.parents, node.backward(gradients), strict=True):
             if gradient is not None and parent.requires_grad:
                 self._give(parent, gradient)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,15 @@ class Tensor:
         self.node: Node | None = None
         self.index = 0
         self.is_parameter = False
+        self.hooks: list[Callable[[np.ndarray], None]] = []
+
+    def register_hook(self, hook: Callable[[Tensor], None]) -> None:
+        """Call `hook(gradient)` when a walk has computed the gradient of this tensor, in the order of registration."""
+        run = lambda gradient: hook(Tensor(gradient, self.dtype))  # noqa: E731
+        if self.node is None:
+            self.hooks.append(run)
+        else:
+            self.node.hooks.append((self.index, run))
 
     @property
     def shape(self) -> tuple[int, ...]:
