@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from hp_dtensor import get_platform
 from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.parallel.recompute import checkpoint
-from hp_platform_torch.live_bytes import counted_bytes
+from hp_platform_torch.trainer.counted_step import counted_bytes
 
 SAVED = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 

@@ -25,7 +25,7 @@ from hp_moe import (
     clamped_swiglu,
     grouped_matmul,
 )
-from hp_moe.feed_forward import find_activation
+from hp_moe.experts import find_activation
 
 # float32 against float64: a few hundred sums of products of order one.
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}

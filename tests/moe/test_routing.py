@@ -28,8 +28,8 @@ from hp_moe import (
     replay_routing,
     update_expert_bias,
 )
-from hp_moe.capacity import Choices, choices_within_capacity
 from hp_moe.router import uniform_noise
+from hp_moe.routing import Choices, choices_within_capacity
 
 DIM, EXPERTS, TOP_K = 8, 5, 2
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}

@@ -12,7 +12,7 @@ from training_runs import FOUR_RANKS, events
 
 from hp_dtensor.testing import run_ranks
 from hp_trainer import cli, evaluation
-from hp_trainer.cli.evaluate import evaluate_on_rank
+from hp_trainer.cli.report import evaluate_on_rank
 
 STEP = re.compile(r"step (\d+): loss ([\d.]+) nats per token, perplexity ([\d.]+), over ([\d,]+) tokens")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hp_platform_torch.ops.losses import LOSSES
+from hp_platform_torch.ops.decompositions import LOSSES
 
 Tensor = torch.Tensor
 

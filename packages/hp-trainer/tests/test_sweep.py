@@ -10,9 +10,9 @@ import click
 import pytest
 
 from hp_trainer import cli
+from hp_trainer._coordination import Interrupted
 from hp_trainer.cli import train
 from hp_trainer.cli.train import plan_sweep, profile_settings, split_values
-from hp_trainer.stop_signals import Interrupted
 
 GOOD = """\
 model: {name: tiny}

@@ -135,7 +135,7 @@ def test_recording_costs_one_collective_and_few_bytes(platform: Platform, monkey
 def test_recording_needs_little_memory(platform: Platform) -> None:
     if platform.name != "torch":
         pytest.skip("only torch counts live bytes")
-    from hp_platform_torch.live_bytes import counted_bytes
+    from hp_platform_torch.trainer.counted_step import counted_bytes
 
     ops, width = platform.ops, 256
 

@@ -40,9 +40,9 @@ def counted_bytes(platform):
     """Count live bytes. MindSpore does not report when a tensor is freed."""
     if platform.name != "torch":
         return nullcontext(SimpleNamespace(now=0, peak=0))
-    from hp_platform_torch import live_bytes
+    from hp_platform_torch.trainer import counted_step
 
-    return live_bytes.counted_bytes()
+    return counted_step.counted_bytes()
 
 
 def one_step(platform, call):

@@ -14,7 +14,7 @@ import pytest
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, StridedShard
 from hp_dtensor.testing import run_ranks
-from hp_dtensor.testing.conformance.test_redistribution import moved_in_batches
+from hp_dtensor.testing.conformance.test_redistribution import redistributed_in_batches
 from hp_dtensor.testing.pytest_plugin import Share
 from hp_dtensor.testing.rule_proof import prove_redistribution
 
@@ -55,4 +55,4 @@ def test_every_pair_keeps_values_and_gradients_and_sends_the_planned_bytes(
 @pytest.mark.timeout(LONG)
 @pytest.mark.parametrize("size", [3, 4, 6])
 def test_batches_are_the_same_redistributions(hp_platform: Platform, size: int) -> None:
-    run_ranks(moved_in_batches, size, hp_platform, hp_platform, None, timeout_seconds=LONG)
+    run_ranks(redistributed_in_batches, size, hp_platform, hp_platform, None, timeout_seconds=LONG)

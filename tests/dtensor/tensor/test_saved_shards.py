@@ -259,7 +259,7 @@ def test_second_derivatives(hp_platform):
 def test_fewer_bytes_are_alive_between_forward_and_backward(hp_platform):
     if hp_platform.name != "torch":
         pytest.skip("the bytes are counted on torch")
-    from hp_platform_torch.live_bytes import counted_bytes
+    from hp_platform_torch.trainer.counted_step import counted_bytes
 
     def saved(reshards):
         model, x = parallel_model(hp_platform, reshards)

@@ -239,7 +239,7 @@ def counted_peak(lab, **settings):
     config = run.load_config().config
 
     def rank():
-        from hp_platform_torch.live_bytes import counted_bytes
+        from hp_platform_torch.trainer.counted_step import counted_bytes
         from hp_trainer.training import Trainer
 
         trainer = Trainer(run, config, lab.platform)

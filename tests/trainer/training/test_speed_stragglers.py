@@ -12,9 +12,9 @@ from training_runs import Lab
 
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.testing import run_ranks
+from hp_trainer._coordination import StopRequest
 from hp_trainer.metrics import read_metrics
 from hp_trainer.run import RunFolder
-from hp_trainer.stop_signals import StopRequest
 from hp_trainer.training import Trainer
 
 SLOW = """\

@@ -18,12 +18,12 @@ from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import FSDPModule
+from hp_trainer._coordination import StopRequest
 from hp_trainer.data import IGNORED, Rows, SampleOrder, TokenSamples, documents
 from hp_trainer.exceptions import CheckpointError, TrainingError
 from hp_trainer.launch import job
 from hp_trainer.plugins import hookimpl
 from hp_trainer.run import RunFolder
-from hp_trainer.stop_signals import StopRequest
 from hp_trainer.training import Trainer, open_dataset
 from hp_trainer.training import trainer as trainer_module
 

@@ -133,7 +133,7 @@ def test_moves_hold_the_moments_of_one_layer(lab):
     """8-bit moments are float32 on their way: those of three layers are never there at once."""
     if lab.platform.name != "torch":
         pytest.skip("bytes are counted on torch")
-    from hp_platform_torch.live_bytes import counted_bytes
+    from hp_platform_torch.trainer.counted_step import counted_bytes
 
     eight = {"optimizer__name": "adamw_8bit", "optimizer__min_elements": 16, "optimizer__eps": 1e-5}
 

@@ -1,6 +1,5 @@
 """Mixture of experts over a mesh: routing, dispatch, grouped experts, combine."""
 
-from hp_moe.capacity import Capacity
 from hp_moe.conversion import from_huggingface, moe_options, to_huggingface, upcycle
 from hp_moe.dispatch import (
     AllGatherDispatcher,
@@ -32,8 +31,15 @@ from hp_moe.expert_parallel import (
     TensorParallel,
     expert_shard_dim,
 )
-from hp_moe.experts import ExpertWeights, FusedExperts, GroupedExperts, has_fused_experts
-from hp_moe.feed_forward import Activation, FeedForward, clamped_swiglu
+from hp_moe.experts import (
+    Activation,
+    ExpertWeights,
+    FeedForward,
+    FusedExperts,
+    GroupedExperts,
+    clamped_swiglu,
+    has_fused_experts,
+)
 from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped_matmul, loop_grouped_matmul
 from hp_moe.load_balance import (
     LoadMetrics,
@@ -47,7 +53,7 @@ from hp_moe.moe import MoE
 from hp_moe.relocation import expert_placement, move_experts, return_experts, set_expert_placement
 from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import Scoring, TokenChoiceTopKRouter
-from hp_moe.routing import Routing
+from hp_moe.routing import Capacity, Routing
 
 __version__ = "0.2.1"
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 
 from hp_moe.exceptions import MoEConfigError
-from hp_moe.feed_forward import clamped_swiglu
+from hp_moe.experts import clamped_swiglu
 
 Config = Mapping[str, Any]
 _ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}

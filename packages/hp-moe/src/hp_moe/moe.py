@@ -30,14 +30,20 @@ from hp_dtensor.spec.placements import Partial, Placement, Replicate, Shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.redistribution import vary
 from hp_dtensor.tensor.saved_shards import pass_on, reshard_after_forward
-from hp_moe.capacity import Capacity, Choices, choices_within_capacity
 from hp_moe.dispatch import LocalDispatcher, ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError, MoEConfigError
-from hp_moe.experts import GroupedExperts, ScorePosition, dispatcher_of, partial_mesh_of, run_experts
-from hp_moe.feed_forward import Activation, FeedForward
+from hp_moe.experts import (
+    Activation,
+    FeedForward,
+    GroupedExperts,
+    ScorePosition,
+    dispatcher_of,
+    partial_mesh_of,
+    run_experts,
+)
 from hp_moe.losses import LOSSES, AuxLosses, LossTerms, StepTotals, is_trained
 from hp_moe.router import AuxiliaryLoss, GroupScore, ScoreFunction, Selection, TokenChoiceTopKRouter, plain
-from hp_moe.routing import Routing, check_ids, reported_faults
+from hp_moe.routing import Capacity, Choices, Routing, check_ids, choices_within_capacity, reported_faults
 
 Tensor = Any
 

@@ -1,12 +1,18 @@
-"""Steps that all ranks take together, or rank 0 for all: they succeed on every rank or fail on every rank."""
+"""Steps that succeed on all ranks or fail on all ranks, and stop signals.
+
+At the first SIGINT or SIGTERM, training stops after the current step with a checkpoint; anything else stops at once."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Protocol
 
 from hp_dtensor.exceptions import HPError
+from hp_dtensor.launch.local_launch import handled_signals
 from hp_trainer.exceptions import describe_exit, describe_machine_error
 
 
@@ -64,3 +70,58 @@ def coordinator(group: Group, what: str, do: Callable[[], Any], error: type[HPEr
         HPError: of class `error`, on every rank if `do` failed.
     """
     return all_ranks(group, what, do if group.rank == 0 else lambda: None, error)[0]
+
+
+class Interrupted(KeyboardInterrupt):
+    """A stop signal arrived: SIGINT (Ctrl-C) or SIGTERM.
+
+    Attributes:
+        signal: the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = signal.Signals(number)
+
+
+class StopRequest:
+    """A request to stop this process, if there was one, with its signal."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    @property
+    def is_made(self) -> bool:
+        return self.signal is not None
+
+    def make(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Record the first stop signal inside the block as a request; a second one reaches the previous handlers.
+
+    Outside the main thread Python cannot handle signals, and no request is ever recorded.
+    """
+    request = StopRequest()
+    with contextlib.ExitStack() as stack:
+
+        def receive(number: int, frame: FrameType | None) -> None:
+            request.make(number)
+            # Restore the previous handlers, so that a second signal stops the process at once.
+            stack.close()
+
+        stack.enter_context(handled_signals(receive))
+        yield request
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Raise `Interrupted` for every stop signal inside the block."""
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    with handled_signals(receive):
+        yield

@@ -12,7 +12,7 @@ import pytest
 from cli_runs import make_run
 
 from hp_trainer import cli
-from hp_trainer.cli import evaluate
+from hp_trainer.cli import report
 from hp_trainer.cli.commands import COMMANDS, hp_train
 from hp_trainer.cli.settings import describe_option
 from hp_trainer.config import json_schema, list_options
@@ -26,9 +26,9 @@ def test_generate_continues_the_prompts_given_or_configured(
 ) -> None:
     make_run(work)
     asked = []
-    monkeypatch.setattr(evaluate, "import_platform", lambda name: name)
+    monkeypatch.setattr(report, "import_platform", lambda name: name)
     monkeypatch.setattr(
-        evaluate, "generate", lambda config, platform, prompts, checkpoint: asked.append(prompts) or prompts
+        report, "generate", lambda config, platform, prompts, checkpoint: asked.append(prompts) or prompts
     )
     assert cli.main(["generate", "out", "--prompt", "--a=b", "--prompt=def f", "--generate.temperature=0"]) == 0
     assert cli.main(["generate", "out"]) == 0

@@ -16,7 +16,7 @@ from cli_runs import make_run, save
 
 from hp_trainer import cli, plugins
 from hp_trainer.checkpoint import LocalStorage, catalog, list_checkpoints, list_set_aside, open_latest, prune
-from hp_trainer.cli import evaluate
+from hp_trainer.cli import report
 from hp_trainer.config import load_config
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, RunLock, create_run
@@ -396,8 +396,8 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(
     work: Path, prepared: list, capsys, monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
     save(make_run(work), 4)
-    monkeypatch.setattr(evaluate, "import_platform", lambda name: name)
-    monkeypatch.setattr(evaluate, "generate", lambda config, platform, prompts, checkpoint: [checkpoint.folder])
+    monkeypatch.setattr(report, "import_platform", lambda name: name)
+    monkeypatch.setattr(report, "generate", lambda config, platform, prompts, checkpoint: [checkpoint.folder])
     failing = Failing(monkeypatch, "step-00000004/shard", 100)
     assert cli.main(command) == 1
     assert "out/checkpoints/step-00000004/shard-00000.safetensors: the network file system has lost the file" in (

@@ -54,7 +54,7 @@ def _saved(options, degrees, world_size, batch, length, training):
         full = SequenceSharder(style, dims.cp, mesh["cp"].get_local_rank()).shard(full)
     arrays = [platform.from_numpy(numpy.ascontiguousarray(x)) for x in full.arrays() if x is not None]
     platform.backward(model(*arrays))  # gradients and the buffers of the first step are there before
-    from hp_platform_torch.live_bytes import counted_bytes
+    from hp_platform_torch.trainer.counted_step import counted_bytes
 
     with counted_bytes() as live:
         loss = model(*arrays)

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.spec.aliases import (
+from hp_dtensor.spec.placements import (
     NOT_SHARDED,
     AliasMap,
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
     check_alias,
     is_aliases,
     is_placements,
     placements_of_aliases,
 )
-from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
 
@@ -182,7 +187,7 @@ class Layout:
         return DeviceMesh(device_type, self.mesh_shape, mesh_dim_names=self.alias_name, ranks=self.rank_list, **options)
 
     def placements_on(self, device_mesh: DeviceMesh) -> tuple[Placement, ...]:
-        """Return the placements after checking the mesh. Called by `hp_dtensor.spec.aliases.placements_for`.
+        """Return the placements after checking the mesh. Called by `hp_dtensor.spec.placements.placements_for`.
 
         Raises:
             ValueError: the axes of `device_mesh` have other sizes or names, or the layout carries no placements.

@@ -23,8 +23,7 @@ from hp_dtensor.parallel.distribute_module import (
 )
 from hp_dtensor.parallel.tensor_parallel import map_outputs
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.spec.aliases import is_aliases, is_specification, placements_for
-from hp_dtensor.spec.placements import Placement, Replicate
+from hp_dtensor.spec.placements import Placement, Replicate, is_aliases, is_specification, placements_for
 from hp_dtensor.spec.tensor_spec import wrong_count
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.trees import fields_of, map_tensors, with_fields

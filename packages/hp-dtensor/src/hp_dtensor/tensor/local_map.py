@@ -10,8 +10,16 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.spec import rank_checks
-from hp_dtensor.spec.aliases import is_specification, placements_for
-from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.spec.placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    Shard,
+    StridedShard,
+    is_specification,
+    placements_for,
+)
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements, wrong_count
 from hp_dtensor.tensor import conversions
 from hp_dtensor.tensor.dtensor import DTensor

@@ -19,8 +19,7 @@ from hp_dtensor.exceptions import GradientPathError, MixedOperandsError, Placeme
 from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
 from hp_dtensor.redistribute.collectives import BUCKET_BYTES, run_data_together
 from hp_dtensor.spec import rank_checks
-from hp_dtensor.spec.aliases import is_aliases, placements_for
-from hp_dtensor.spec.placements import Placement, Replicate
+from hp_dtensor.spec.placements import Placement, Replicate, is_aliases, placements_for
 from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
 from hp_dtensor.tensor.base import DTensorBase
 from hp_dtensor.tensor.saved_shards import pass_on

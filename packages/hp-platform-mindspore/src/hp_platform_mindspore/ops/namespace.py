@@ -1,4 +1,9 @@
-"""The operations of the platform: `platform.ops` and what is beyond it, on plain tensors and DTensors.
+"""In-place operations, composed of operations that return a new tensor.
+
+MindSpore's own have no effect on CPU, or no kernel. Here the result is computed from a copy, so that nothing that
+backward needs is overwritten, and then stored. When operations are recorded, MindSpore's `copy_` passes on the
+gradient, but not through views: gradients of tensors that share memory with the written one would be wrong, so that is
+refused. The operations of the platform: `platform.ops` and what is beyond it, on plain tensors and DTensors.
 
 A function of `platform.ops` or `platform.operations` called with DTensors goes to hp_dtensor's dispatch under its
 canonical (torch) name, before MindSpore decomposes it into primitives that hide its arguments. Everything else that a
@@ -6,13 +11,13 @@ program calls on a DTensor (`x + y`, `mint.matmul`, `nn.Dense`) arrives as a pri
 
 Kernels on plain tensors are chosen by the device: `NATIVE_KERNELS` on Ascend, and on CPU those composed in
 `cpu_kernels/`. `FOUND` are functions of MindSpore that work as they are; they consist of primitives, so they take
-DTensors by the rules of these.
-"""
+DTensors by the rules of these."""
 
 from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -27,14 +32,128 @@ from hp_dtensor.platform.interface import OP_NAMES
 from hp_dtensor.rules.pointwise import LINEAR_UNARY, NONLINEAR
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.ops.cpu_kernels import images, products, reductions, scattering, shapes, table
+from hp_platform_mindspore.ops.cpu_kernels import (
+    creation,
+    nn,
+    pointwise,
+    products,
+    reductions,
+    scattering,
+    shapes,
+    table,
+)
 from hp_platform_mindspore.ops.cpu_kernels.creation import Generator, random_operations
 from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
 from hp_platform_mindspore.ops.cpu_kernels.shapes import tensor_split
-from hp_platform_mindspore.ops.in_place import SHARING, WRITTEN, remember_sharing, set_item, writing
 from hp_platform_mindspore.platform_base import Capabilities, MindSporeBase
-from hp_platform_mindspore.tensor.autograd import turn_grad_flag_on
+from hp_platform_mindspore.tensor.autograd import is_recording, turn_grad_flag_on
 from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, is_local, unwrap
+from hp_platform_mindspore.tensor.memory import FLOATING
+
+SHARING = frozenset(
+    """
+    view reshape flatten unflatten ravel transpose swapaxes permute t mT adjoint movedim moveaxis squeeze unsqueeze
+    expand broadcast_to narrow select split chunk unbind getitem diagonal contiguous to type type_as cast float double
+    half bfloat16 int long short byte bool tensor_split hsplit vsplit
+    """.split()
+)
+"""Operations whose results may share the memory, and the gradient, of their first argument."""
+
+WRITTEN: dict[str, Callable[..., Tensor]] = {
+    "zero_": ops.zeros_like,
+    "fill_": lambda x, value: shapes.expand(_as_tensor(value, x), x.shape),
+    "copy_": lambda x, source, non_blocking=False: shapes.expand(source, x.shape),
+}
+"""What in-place operations store that have no out-of-place form of the same name."""
+
+PRUNED_AT = 64
+
+
+def _as_tensor(value: Any, x: Tensor) -> Tensor:
+    return pointwise.cast(value, x.dtype) if isinstance(value, Tensor) else creation.full((), value, x.dtype)
+
+
+def writing(platform: MindSporeBase, name: str, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the form of `kernel` that stores its result in its first argument and returns that."""
+
+    @functools.wraps(kernel)
+    def write(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        source = platform.unwrap(x)
+        # If recorded, the kernel reads a copy: its backward may need the values that are overwritten below.
+        assign(platform, name, x, kernel(pointwise.clone(source) if is_recording(x) else source, *args, **kwargs))
+        return x
+
+    return write
+
+
+def set_item(platform: MindSporeBase, x: Tensor, index: Any, value: Any) -> Tensor:
+    """Execute `x[index] = value` on a plain tensor, or on a DTensor inside `LocalOperations`, and return `x`."""
+    source = platform.unwrap(x)
+    written = scattering.put(pointwise.clone(source) if is_recording(x) else source, index, value)
+    assign(platform, "setitem", x, written)
+    return x
+
+
+def assign(platform: MindSporeBase, name: str, x: Tensor, result: Tensor) -> None:
+    """Store a result in `x`, a plain tensor, or a DTensor inside `LocalOperations`.
+
+    Raises:
+        ValueError: the result has another shape.
+        TypeError: the result is floating-point and `x` is not.
+        CapabilityError: the operation is recorded, and `x` shares memory with a view.
+    """
+    if tuple(result.shape) != tuple(x._shape):
+        raise ValueError(f"{name}: a result of shape {list(result.shape)} does not fit into {list(x._shape)}")
+    if result.dtype in FLOATING and x.dtype not in FLOATING:
+        # As torch, which does not truncate floating-point results either.
+        raise TypeError(f"{name}: a result of {result.dtype} cannot be stored in {x.dtype}; cast first")
+    # Recorded by MindSpore, unlike a write through NumPy.
+    if is_recording(x, result):
+        _check_unshared(name, x)
+        x.copy_(pointwise.cast(result, x.dtype))
+    else:
+        platform.copy_(x, result)
+
+
+# Which tensors share memory ------------------------------------------------------------------------------
+
+
+def remember_sharing(source: Any, results: Any) -> None:
+    """Record that DTensors among `results` may be views of `source`.
+
+    A tensor and its views share one list of weak references, the original first.
+    """
+    if not isinstance(source, DTensor):
+        return
+    # Weak references: views are made in each forward, and must not live as long as their original.
+    family = source.__dict__.get("_sharing")
+    if family is None:
+        family = [weakref.ref(source)]
+        if not (
+            source._is_leaf and source._requires_grad
+        ):  # a leaf that requires grad cannot be written while recording
+            source._sharing = family
+    # Pruned only when long: a tensor may get a view in every step of a loop, and pruning is linear.
+    if len(family) >= PRUNED_AT:
+        family[1:] = [member for member in family[1:] if member() is not None]
+    for view in results if isinstance(results, (tuple, list)) else (results,):
+        if view is not source:
+            view._sharing = family
+            family.append(weakref.ref(view))
+
+
+def _check_unshared(name: str, x: Any) -> None:
+    family = getattr(x, "_sharing", None)
+    if family is None:
+        return
+    # `x` is a view if it is not the original, or has a view if another member is alive.
+    if family[0]() is not x or any(member() is not None for member in family[1:]):
+        raise CapabilityError(
+            f"{name} where gradients are recorded, on a tensor that shares memory with "
+            f"{'one that it is a view of' if family[0]() is not x else 'a view of it'}: MindSpore's gradients would be "
+            "wrong. Use an operation that returns a new tensor, write a clone, or write inside no_grad."
+        )
+
 
 F = mint.nn.functional
 
@@ -103,7 +222,7 @@ _OWN = """
     adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d batch_norm interpolate
 """
 # Kernels that find positions on the host, which only a CPU's memory allows.
-_ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS, *images.KERNELS}) - {
+_ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS, *nn.IMAGE_KERNELS}) - {
     "aminmax",
     "searchsorted",
     "bucketize",

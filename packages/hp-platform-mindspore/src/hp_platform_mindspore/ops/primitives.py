@@ -19,11 +19,18 @@ from typing import Any
 from mindspore import Tensor
 
 from hp_dtensor.exceptions import CapabilityError
-from hp_platform_mindspore.ops.argument_adapters import nll_loss, unless_default
 from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
 from hp_platform_mindspore.ops.cpu_kernels.table import check_composed
 from hp_platform_mindspore.ops.namespace import FOUND, POINTWISE, dispatched, unwrapping
-from hp_platform_mindspore.ops.primitive_names import WITHOUT_KERNEL, caller, canonical, is_older_kind, older_method
+from hp_platform_mindspore.ops.primitive_names import (
+    WITHOUT_KERNEL,
+    caller,
+    canonical,
+    is_older_kind,
+    nll_loss,
+    older_method,
+    unless_default,
+)
 from hp_platform_mindspore.platform_base import MindSporeBase
 from hp_platform_mindspore.tensor.dtensor import LocalOperations, copy_values
 

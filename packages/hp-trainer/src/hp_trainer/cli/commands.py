@@ -35,14 +35,14 @@ COMMANDS = {
     "report": ("report", "Write an HTML file about a run: curves, layout, settings."),
     "compare": ("report", "Compare results, settings and curves of several runs."),
     "diff": ("diff", "Find the first place where two runs or settings part."),
-    "evaluate": ("evaluate", "Print loss and perplexity of a run, or run lm-eval's tasks."),
-    "generate": ("evaluate", "Continue prompts with the model of a run."),
+    "evaluate": ("report", "Print loss and perplexity of a run, or run lm-eval's tasks."),
+    "generate": ("report", "Continue prompts with the model of a run."),
     "export": ("export", "Write the model of a run for transformers, PEFT or torch."),
     "import": ("export", "Convert a checkpoint of torch.distributed.checkpoint."),
     "plan": ("plan", "Print memory, communication and time of a step on N ranks."),
     "layouts": ("plan", "Rank the layouts of a configuration by estimated time."),
-    "schedule": ("schedule", "Print the timeline of a pipeline schedule."),
-    "tokenizer": ("tokenizer", "Train a byte-level BPE tokenizer on text."),
+    "schedule": ("plan", "Print the timeline of a pipeline schedule."),
+    "tokenizer": ("export", "Train a byte-level BPE tokenizer on text."),
     "settings": ("settings", "List the settings of the YAML file, with type and default."),
 }
 

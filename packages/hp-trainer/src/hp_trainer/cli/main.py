@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, TextIO
 import click
 
 from hp_dtensor.exceptions import HPError, LaunchError
+from hp_trainer._coordination import Interrupted, interruptible
 from hp_trainer.cli.commands import hp_train
 from hp_trainer.cli.completion import complete_if_asked
 from hp_trainer.exceptions import ProblemsError, StoppedError, describe_exit, describe_machine_error
-from hp_trainer.stop_signals import Interrupted, interruptible
 
 if TYPE_CHECKING:
     from hp_dtensor.launch import RankEnvironment

@@ -1,19 +1,28 @@
-"""Commands that read runs: list checkpoints, write a report, compare."""
+"""Commands that read runs: list checkpoints, write a report, compare, evaluate, and generate text."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
 
+from hp_dtensor.comm.world import current_world
+from hp_dtensor.launch import from_environment, is_launched, launch
+from hp_dtensor.platform.selection import get_platform
+from hp_trainer._coordination import Alone, Group, coordinator
 from hp_trainer.checkpoint import Checkpoint, Storage, list_checkpoints, list_set_aside
 from hp_trainer.checkpoint.index import step_in_name
 from hp_trainer.cli.commands import Command, Overrides, SettingsCommand, run_argument
 from hp_trainer.cli.completion import run_folders
-from hp_trainer.cli.shared import open_run
-from hp_trainer.exceptions import CheckpointError
+from hp_trainer.cli.shared import newest, open_run, refuse, weights_option
+from hp_trainer.config import ParallelConfig, TrainerConfig
+from hp_trainer.evaluation import Perplexity, generate, measure_perplexity, measure_perplexity_on, run_harness
+from hp_trainer.exceptions import CheckpointError, Problem
+from hp_trainer.launch import check_evaluation, import_platform, is_first_process, world_size_of
+from hp_trainer.plugins import registries
 from hp_trainer.report import compare_runs, report_run
-from hp_trainer.run import checkpoint_storage
+from hp_trainer.run import RunFolder, checkpoint_storage
 
 
 @click.command("checkpoints", cls=SettingsCommand)
@@ -86,4 +95,105 @@ def compare_command(runs: tuple[str, ...], to: Path) -> int:
         raise click.UsageError("compare needs at least two runs")
     print(compare_runs([Path(run) for run in runs], to))
     print(f"\ncurves: {to}")
+    return 0
+
+
+@click.command("evaluate", cls=SettingsCommand)
+@run_argument
+@weights_option
+@click.option("--tasks", metavar="NAME,...", help="Tasks of lm-eval; RUN is then an exported model.")
+def evaluate_command(run: str, weights: str | None, tasks: str | None, overrides: Overrides) -> int:
+    """Print loss and perplexity of RUN on its evaluation data, or on other data (--data.path=FILE).
+
+    A run is evaluated on one rank, on several with --launch.local_ranks=N, or on the ranks of a launcher. With --tasks
+    other options are lm-eval's, such as --limit=100.
+    """
+    # With tasks the settings are options of lm-eval.
+    if tasks is not None:
+        return run_harness(Path(run), tasks, [f"--{name}={value}" for name, value in overrides])
+    _, config = _open(run, overrides)
+    # One rank, unless a launcher or the command line says otherwise: the setting of the training does not count.
+    asked = any(name == "launch.local_ranks" for name, _ in overrides)
+    num_ranks = world_size_of(config) if asked or is_launched() else 1
+    problems: list[Problem] = []
+    if _has_other_data(overrides):
+        source = registries().datasets.get(config.data.name).build(config.data.options)
+        problems += [problem.within("data") for problem in source.problems()]
+    if num_ranks > 1:
+        problems += check_evaluation(config, num_ranks, registries())
+    refuse(problems, "evaluate")
+    platform = import_platform(config.platform)
+    arguments = (run, overrides, weights, platform.name, num_ranks > 1)
+    if is_launched():
+        from_environment(platform, config.launch.timeout_seconds)
+        step, loss, tokens = evaluate_on_rank(*arguments)
+        platform.disconnect()
+    elif num_ranks == 1:
+        step, loss, tokens = evaluate_on_rank(*arguments)
+    else:
+        timeout = config.launch.timeout_seconds
+        step, loss, tokens = launch(
+            evaluate_on_rank, arguments, num_ranks=num_ranks, platform=platform, timeout_seconds=timeout
+        )[0]
+    if is_first_process():
+        perplexity = Perplexity(loss, tokens).perplexity
+        print(f"step {step}: loss {loss:.4f} nats per token, perplexity {perplexity:.4g}, over {tokens:,} tokens")
+    return 0
+
+
+def evaluate_on_rank(
+    path: str, overrides: Overrides, weights: str | None, platform_name: str, on_all_ranks: bool
+) -> tuple[int, float, int]:
+    """Evaluate the run in `path` on this rank only, or on all ranks of the world.
+
+    Returns:
+        The step of the checkpoint, the mean loss per target in nats, and the number of targets.
+    """
+    run, config = _open(path, overrides)
+    platform = get_platform(platform_name)
+    group: Group = current_world(platform).all if on_all_ranks else Alone()
+    # Rank 0 reads and verifies the full checkpoint; every rank verifies the blocks that it reads.
+    name = coordinator(group, "looking for a checkpoint", lambda: newest(run, config).folder, CheckpointError)
+    checkpoint = Checkpoint(checkpoint_storage(run, config), name)
+    averaged = weights == "ema"
+    if _has_other_data(overrides):
+        evaluation_only = any(name == "data.eval" for name, _ in overrides)
+        found = measure_perplexity_on(
+            run,
+            config,
+            platform,
+            checkpoint,
+            evaluation_only=evaluation_only,
+            averaged=averaged,
+            on_all_ranks=on_all_ranks,
+        )
+    else:
+        found = measure_perplexity(run, config, platform, checkpoint, averaged=averaged, on_all_ranks=on_all_ranks)
+    return checkpoint.step, found.loss, found.tokens
+
+
+def _open(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]:
+    """Return a run and its configuration for an evaluation.
+
+    The layout of the training may not fit the ranks that evaluate, so by default weights are sharded over all of them.
+    """
+    run, config = open_run(path, overrides)
+    given = {name.partition(".")[2] for name, _ in overrides if name.startswith("parallel.")}
+    parallel = {name: getattr(config.parallel, name) for name in (*given, "tp_plan", "fsdp_units")}
+    return run, dataclasses.replace(config, parallel=ParallelConfig(**parallel))
+
+
+def _has_other_data(overrides: Overrides) -> bool:
+    return any(name.startswith("data.") for name, _ in overrides)
+
+
+@click.command("generate", cls=SettingsCommand)
+@run_argument
+@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="Continue TEXT instead of generate.prompts.")
+def generate_command(run: str, prompts: tuple[str, ...], overrides: Overrides) -> int:
+    """Continue prompts with the model of RUN."""
+    folder, config = open_run(run, overrides)
+    asked = list(prompts or config.generate.prompts)
+    for text in generate(config, import_platform(str(config.platform)), asked, newest(folder, config)):
+        print(text)
     return 0

@@ -15,6 +15,7 @@ import click
 import yaml
 
 from hp_dtensor.launch import is_launched
+from hp_trainer._coordination import Interrupted
 from hp_trainer._files import read_plain_text
 from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_newer
 from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument, run_argument
@@ -55,7 +56,6 @@ from hp_trainer.run import (
     default_run_folder,
     prepare_again,
 )
-from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training.checkpoints import Choice
 
 

@@ -32,7 +32,7 @@ from hp_dtensor.launch.fork_server import forked_ranks
 from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_trainer._coordination import Group, coordinator
+from hp_trainer._coordination import Group, Interrupted, coordinator
 from hp_trainer.checkpoint import Storage, find_latest, list_checkpoints
 from hp_trainer.checkpoint.index import step_of
 from hp_trainer.config import TrainerConfig
@@ -63,7 +63,6 @@ from hp_trainer.launch.platforms import (
 )
 from hp_trainer.launch.preflight import layout_problems
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
-from hp_trainer.stop_signals import Interrupted
 from hp_trainer.training import Trainer
 from hp_trainer.training.checkpoints import Choice
 from hp_trainer.training.recovery import Sources, StateCopies, dims_of, replicas_of, with_fewer_replicas

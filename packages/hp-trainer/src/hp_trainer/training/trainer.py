@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_trainer._coordination import all_ranks, coordinator
+from hp_trainer._coordination import StopRequest, all_ranks, coordinator, stop_requests
 from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import HangError, TrainingError, describe_exit
@@ -19,7 +19,6 @@ from hp_trainer.metrics import Tracker
 from hp_trainer.plugins import LifeCycle, life_cycle, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.stop_signals import StopRequest, stop_requests
 from hp_trainer.training.checkpoints import Choice, Progress, TrainingCheckpoints
 from hp_trainer.training.expert_moves import ExpertMoves
 from hp_trainer.training.health import GO_ON, CorruptionChecks, Verdict, nonfinite_scores

@@ -8,7 +8,6 @@ from typing import Any
 from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels import (
     creation,
-    images,
     nn,
     pointwise,
     products,
@@ -25,7 +24,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     **products.KERNELS,
     **nn.KERNELS,
     **scattering.KERNELS,
-    **images.KERNELS,
 }
 """By canonical name, on plain tensors, with torch's order of arguments."""
 
