@@ -23,6 +23,8 @@ Module = Any
 DType = Any
 
 ZERO_STAGES = {"level1": 1, "level2": 2, "level3": 3}
+# `hsdp_sync_stream` has no argument and finds its cells here. Weak, so that a model that is dropped can be freed. The
+# world tells ranks apart that are threads of one process.
 _asynchronous: weakref.WeakKeyDictionary[FSDPState, World] = weakref.WeakKeyDictionary()
 
 
@@ -261,6 +263,7 @@ def _cell_problems(cell: Any, platform: Platform, mesh: Any) -> Iterator[str]:
 
 
 def _size_problems(shard_size: Any, num_ranks: int, threshold: Any, bucket_size: Any) -> Iterator[str]:
+    # By type: for isinstance, True is the int 1.
     if type(shard_size) is not int or shard_size < -1 or shard_size == 0:
         yield f"shard_size: expected a number of ranks, or -1 for all, got {shard_size!r}"
     elif shard_size > 0 and num_ranks % shard_size:

@@ -92,6 +92,8 @@ def ranks_of(platform: Platform, tensors: Collection[Tensor]) -> ProcessGroup:
     meshes = {x.spec.mesh for x in tensors if isinstance(x, DTensor)}
     members = sorted((frozenset(mesh.ranks()) for mesh in meshes), key=len)
     if members and all(ranks <= members[-1] for ranks in members):
+        # Experts or stages may be on smaller meshes than the rest. Ranks of those take part in the same checks, so the
+        # group has to contain all of them.
         return world.group(sorted(members[-1]))
     return world.all if members else world.group([world.rank])
 
@@ -162,6 +164,7 @@ def value_problem(platform: Platform, name: str, target: Tensor, value: Any) -> 
         return None
     expected = f"the full shape {list(full)}"
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        # Only a plain value may be a shard: a DTensor states its global shape.
         expected += f" or this rank's {list(_local_shape(target))}"
     return f"{name}: expected {expected}, got {list(got)}"
 
@@ -183,6 +186,7 @@ def as_local(platform: Platform, value: Tensor, spec: TensorSpec | None) -> Tens
     if spec is None or tuple(value.shape) != spec.shape:
         return value
     target = spec.with_dtype(value.dtype)
+    # Every rank has the full value, so the plan from replicated placements only slices: it communicates nothing.
     replicated = target.with_placements((Replicate(),) * spec.mesh.ndim)
     return plan_between(replicated, target, platform.itemsize(value.dtype)).run(value)
 
@@ -286,6 +290,7 @@ def to_host(platform: Platform, x: Tensor) -> Tensor:
     """Return a plain tensor on the CPU: a copy, or itself if it is there already."""
     if str(platform.device_of(x)).startswith("cpu"):
         return x
+    # As bits, since NumPy has no bfloat16.
     return platform.from_bits(platform.to_numpy(x), x.dtype, "cpu")
 
 

@@ -171,6 +171,7 @@ class GroupedOptimizerView:
         problems.others += self._group_problems(state_dict)
         self._add_slot_problems(problems, state_dict, state)
         if not state and self._keeps_state():
+            # A resumed run that silently starts with new moments would train differently without an error.
             problems.missing.append(
                 "all of its state: this is a state dict of an optimizer that has not stepped, or one that "
                 "torch.distributed.checkpoint has read nothing into for that reason (hp_fsdp.get_optimizer_state_dict "
@@ -180,6 +181,8 @@ class GroupedOptimizerView:
         targets = {}
         for name, slots in state.items():
             for slot, value in slots.items():
+                # Before the first step there is no slot to compare with, but moments have the shape of their parameter.
+                # Values without dimensions, such as `step`, have none to compare.
                 target = present.get(name, {}).get(slot, parameters.get(name))
                 if name in parameters and isinstance(value, self._platform.Tensor) and len(value.shape):
                     targets[f"{name}.{slot}"] = target
@@ -357,8 +360,10 @@ def split_for_broadcast(platform: Platform, ranks: ProcessGroup, state_dict: Map
         try:
             answer = {"rest": rest, "json": json.dumps(rest)}
         except TypeError as error:
+            # Sent instead of raised: the other ranks wait in the gather below.
             answer = {"error": f"broadcast_from_rank0 of an optimizer's state: {error}"}
     sent = answer.get("json", json.dumps({"error": answer.get("error")}))
+    # Only the first rank knows the length of its text. `all_gather_bytes` exchanges lengths first.
     received: Named = json.loads(ranks.all_gather_bytes(sent.encode())[0])
     if received.get("error"):
         raise StateDictError(received["error"])
@@ -369,5 +374,6 @@ def join_after_broadcast(values: Named, rest: Mapping[str, Any]) -> Named:
     """Join tensors and the rest to a state dict, see `split_for_broadcast`."""
     state: dict[str, Named] = {}
     for key, name in rest["names"]:
+        # Names of parameters contain dots, so the slot is what follows the name, not the last dot.
         state.setdefault(name, {})[key[len(name) + 1 :]] = values[key] if key in values else rest["numbers"][key]
     return {"state": state, **rest["others"]}

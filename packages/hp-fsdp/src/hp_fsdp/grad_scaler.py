@@ -183,6 +183,7 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
+        # A second step would use gradients that are unscaled, but a decision that was made for the first.
         if id(optimizer) in self._stepped:
             raise LossScalingError("step() has been called for this optimizer since the last update()")
         if not hasattr(optimizer, "param_groups"):
@@ -256,6 +257,7 @@ class GradScaler:
                 f"load_state_dict: missing {', '.join(missing)}; was the scaler saved while disabled?"
             )
         values = [state_dict[key] for key in ("scale", "growth_factor", "backoff_factor", "growth_interval")]
+        # All values are checked before any is set.
         _check(*values)
         self._scale, self._growth_factor, self._backoff_factor = (float(value) for value in values[:3])
         self._growth_interval = int(values[3])

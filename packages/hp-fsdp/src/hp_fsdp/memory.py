@@ -202,6 +202,7 @@ class PlannedBuffer:
     @property
     def full(self) -> int:
         """The full parameters beyond the shard, while they are gathered."""
+        # The shard is counted separately, in `shard`.
         return 0 if self.full_is_shard else self.layout.numel * self.param_itemsize
 
     @property

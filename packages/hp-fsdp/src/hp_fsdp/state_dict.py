@@ -116,6 +116,7 @@ def get_model_state_dict(model: Module, *, options: StateDictOptions | None = No
     found |= _state.persistent_buffers(platform, model)
     collected = _Collector(storage, options, _state.ranks_of(platform, found.values())).collect(found)
     if not collected and found:
+        # This rank returns nothing of what is gathered, so it returns no extra states either.
         return collected
     return collected | {key: each.get_extra_state() for key, each in _state.extra_states(platform, model).items()}
 
@@ -395,6 +396,7 @@ def _check(
         problem = _state.value_problem(platform, name, targets[name], values[name])
         if problem is not None:
             problems.others.append(problem)
+    # Plain values are sliced locally. DTensors are redistributed, which must happen on all ranks in one order.
     communicated = [name for name in matched if isinstance(values[name], DTensor)]
     _state.agree(ranks, f"{what}; nothing has been changed", problems.sentences(strict), communicated)
     return matched
@@ -431,6 +433,7 @@ def _broadcast(
 def _broadcast_one(
     platform: Platform, ranks: ProcessGroup, value: Tensor | None, shape: list[int], dtype: str, target: Tensor | None
 ) -> Tensor:
+    # A value without a target is received too: all ranks must run the same broadcasts. It is reported as unexpected.
     device = None if target is None else platform.device_of(target)
     with platform.no_grad():
         full = platform.empty(shape, platform.dtype(dtype), device)

@@ -188,6 +188,7 @@ _ERRORS = {
     errno.EAGAIN: ("no more processes or threads can be started", "raise the limit (ulimit -u)"),
     errno.ENOMEM: ("the memory is used up", "raise the limit (ulimit -v), or use less"),
 }
+# Frameworks have no common class for it: they raise RuntimeError with such a text.
 _MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc", re.I)
 LESS_MEMORY = "Use more memory or ranks, a smaller training.micro_batch_size, or training.recompute=full"
 
@@ -198,6 +199,7 @@ def describe_machine_error(error: BaseException) -> str | None:
         return None
     if isinstance(error, OSError) and error.errno in _ERRORS:
         what, advice = _ERRORS[error.errno]
+        # Of a rename that fails, the second name is the file that could not be written.
         where = f"{error.filename2 or error.filename}: " if error.filename is not None else ""
         return f"{where}{what} ({error.strerror}); {advice}"
     if is_out_of_memory(error):
@@ -210,6 +212,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports that the memory of the machine or of a device is used up."""
     if isinstance(error, MemoryError):
         return True
+    # A shared library that cannot be mapped for lack of memory raises ImportError.
     return isinstance(error, RuntimeError | ImportError) and _MEMORY.search(str(error)) is not None
 
 

@@ -90,6 +90,7 @@ def _hypotheses(
     pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], step: int
 ) -> Iterator[tuple[str, str]]:
     a, b = pair.a.digest, pair.b.digest
+    # From specific to general: the first hypothesis that fits is the answer, and later ones would fit as well.
     for side, event in (("A", pair.a), ("B", pair.b)):
         if event.dtype == MISSING:
             yield "lost", f"{side} has no gradient of this weight"
@@ -102,6 +103,7 @@ def _hypotheses(
         yield "not finite", f"{side} has NaN or infinite values here, and the other side has not"
     if step == 0 and not _is_permuted(pair):
         yield "initial weights", "the sides do not start from the same weights: another seed, source or initialization"
+    # Before the factor: the sum of equal summands is a multiple of each, but the cause is the missing all-reduce.
     yield from _of_replicas(pair)
     yield from _of_factor(pair, about_a, about_b)
     yield from _of_previous_step(pair)
@@ -119,11 +121,14 @@ def _hypotheses(
         yield "formula", "small and along the tensor itself: another constant, such as an epsilon, or another formula"
     # Not in all rows: those of an embedding or an expert that were not used are zero.
     is_spread = any(len(chosen) > _filled(pair, dim) // 2 for dim, chosen in enumerate(_differing(pair)))
+    # A value is rounded by at most 2^-8 or 2^-11 of it, and by about half of that in the mean. Sums cancel a part,
+    # and several roundings in a row add up, so a range around it is accepted.
     for dtype, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
         if unit > pair.unit and unit / 8 < relative < unit * 4 and is_spread:
             yield "dtype", f"as large as rounding to {dtype} makes it: a product, cast or reduction in {dtype}"
     if about_a.get("random") or about_b.get("random"):
         yield "random numbers", "nothing else fits, and the model draws random numbers: another seed or order of draws"
+    # A part of a sum is shorter than the sum and points roughly the same way.
     if (
         pair.a.pass_ == "gradient"
         and about_b.get("world_size", 1) > 1
@@ -176,6 +181,7 @@ def _of_factor(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any
     if not np.any(a):
         yield "lost", "it is zero in A"
         return
+    # The least-squares factor, so that no single projection decides.
     factor = float(a @ b) / float(a @ a)
     left = float(np.linalg.norm(b - factor * a))
     if left > _FIT * float(np.linalg.norm(b - a)):
@@ -220,6 +226,7 @@ def _of_some_elements(pair: Pair) -> Iterator[tuple[str, str]]:
         factor = float(of_a @ of_b) / (float(of_a @ of_a) or 1.0)
         if len(chosen) > 1 and np.linalg.norm(of_b - factor * of_a) < _FIT * change:
             yield "factor", f"{where} are {factor:.4g} times those of A"
+        # Activations are [samples, tokens, ...], which neither weights nor gradients of weights are.
         if dim == 1 and some[0] and pair.a.pass_ in ("forward", "backward"):
             yield "tokens", "only some tokens of some samples differ: other experts were chosen, or a token was masked"
         elif dim == 1 and pair.a.pass_ in ("forward", "backward"):
@@ -232,6 +239,7 @@ def _is_permuted(pair: Pair) -> bool:
     a, b = (pair.weights_a or pair.a).digest, (pair.weights_b or pair.b).digest
     change, scale = norm_of(b.values - a.values, b.num_bucketed), max(a.norm, b.norm)
     is_sum = abs(b.values[SUM] - a.values[SUM]) < _FIT * change
+    # |b|^2 - |a|^2 = (b - a)(b + a), so a change of the elements themselves is of the order of change * scale.
     return is_sum and bool(abs(b.values[SQUARES] - a.values[SQUARES]) < _FIT * change * scale)
 
 
@@ -240,6 +248,7 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _vector(values: np.ndarray) -> np.ndarray:
+    # Without the sum of squares, which is not linear in the tensor.
     return np.concatenate([values[: PROJECTIONS + 1], values[SQUARES + 1 :]])
 
 
@@ -261,6 +270,7 @@ def _size(pair: Pair, dim: int) -> int:
 
 def _elements(pair: Pair, dim: int, chosen: np.ndarray) -> str:
     size, title = _size(pair, dim), "last" if dim == pair.a.digest.num_bucketed - 1 else _DIMS[dim]
+    # Rounded up: the first index whose bucket, index * BUCKETS // size, is the chosen one.
     first = -(-int(chosen[0]) * size // BUCKETS)
     last = -(-(int(chosen[-1]) + 1) * size // BUCKETS) - 1
     return f"indices {first} to {last} of {size} of the {title} dimension"

@@ -93,6 +93,7 @@ def _stack(call: OpCall) -> Factorization:
         (dims,) * count,
         (output,),
         sizes | {"stacked": count},
+        # A shard of the new dimension would be some of the tensors, each of which is spread over all ranks.
         limits=unsharded({"stacked"}),
         partial=PartialResults(terms=_each(count)),
     )
@@ -104,6 +105,7 @@ def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any)
     names = [f"o{i}" for i in range(len(lengths))]
     outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
     sizes |= zip(names, lengths, strict=True)
+    # The borders of the outputs are not those of shards, so a shard of `dim` has rows of several outputs.
     return Factorization((dims,), outputs, sizes, limits=unsharded({f"d{dim}", *names}), **options)
 
 
@@ -132,6 +134,7 @@ def _unbind(call: OpCall) -> Factorization:
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     output: Dims = (*dims[:dim], *dims[dim + 1 :])
+    # Each output is one index of `dim`, which only one shard has.
     return linear_rule(dims, (output,) * call.tensors[0].shape[dim], sizes, {f"d{dim}"})
 
 
@@ -177,6 +180,7 @@ def _unfold(call: OpCall) -> Factorization:
     windows = (shape[dim] - call["size"]) // call["step"] + 1
     output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
     sizes |= {"windows": windows, "window": call["size"]}
+    # Windows overlap, and those at a border have rows of two shards.
     return linear_rule(dims, (output,), sizes, {f"d{dim}", "windows", "window"})
 
 
@@ -187,6 +191,7 @@ def _diagonal(call: OpCall) -> Factorization:
     rows, columns = shape[first] + min(offset, 0), shape[second] - max(offset, 0)
     sizes |= {"diagonal": max(0, min(rows, columns))}
     output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
+    # Element i needs row i and column i: a shard of the rows has another part of the diagonal than its share.
     return linear_rule(dims, (output,), sizes, {f"d{first}", f"d{second}", "diagonal"})
 
 
@@ -234,6 +239,7 @@ def _roll(call: OpCall) -> Factorization:
     pairs = zip(*((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims)), strict=True)
     by_dim: dict[int, int] = {}
     for shift, dim in pairs:
+        # A dimension may be given several times; rolls along it add up.
         by_dim[call.dim(dim)] = by_dim.get(call.dim(dim), 0) + shift
     return _move_rule(call, [*by_dim], _rolled_by(by_dim))
 
@@ -263,6 +269,7 @@ def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
         ops, x = call.platform.ops, call.arguments["input"]
         for dim, shift in by_dim.items():
             size = call.sizes[f"d{dim}"]
+            # The row that becomes the first one. The shift may be negative or larger than the dimension.
             first = -shift % size if size else 0
             if f"d{dim}" in call.spans:
                 x = _move_shards(call, x, dim, functools.partial(_rolled_spans, first, size))

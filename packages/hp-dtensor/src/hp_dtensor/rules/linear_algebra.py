@@ -102,6 +102,7 @@ def _einsum(call: OpCall) -> Factorization:
     if len(terms) != len(call.tensors):
         raise call.refuse(f"equation {call['equation']!r} does not fit its {len(call.tensors)} operands")
     if not arrow:
+        # As in NumPy: letters that occur once, in alphabetical order, behind the broadcast dimensions.
         once = sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
         right = ("..." if "..." in left else "") + "".join(once)
     extra = max(spec.ndim - len(term.replace("...", "")) for term, spec in zip(terms, call.tensors, strict=True))
@@ -111,6 +112,7 @@ def _einsum(call: OpCall) -> Factorization:
         _add_sizes(call, names, spec.shape, sizes)
     output = _names(right, len(right.replace("...", "")) + (extra if "..." in right else 0))
     inputs = tuple(
+        # A broadcast dimension of size 1 has no factor: every shard of the others needs its one element.
         tuple(() if spec.shape[i] == 1 != sizes[name] else (name,) for i, name in enumerate(names))
         for names, spec in zip(named, call.tensors, strict=True)
     )
@@ -165,6 +167,7 @@ def _cross(call: OpCall) -> Factorization:
     shape = call.broadcast_shape(call.tensors)
     first = next((i for i, size in enumerate(shape) if size == 3), 0)
     dim = first if call["dim"] is None else call["dim"] % max(1, len(shape))
+    # Operands broadcast as in a product, and the result is linear in each, as there.
     rule = pointwise("mul")(call)
     # torch defaults to the first dimension of size 3, and a shard of another dimension may have that size too.
     return replace(rule, limits=unsharded({f"d{dim}"}), work=LocalWork(localize=lambda shapes, spans: {"dim": dim}))
@@ -215,6 +218,8 @@ def _transformed(call: OpCall, dims: Sequence[int], lengths: Sequence[int | None
     for dim, length in zip(dims, lengths, strict=True):
         size = shape[dim] if length is None else length
         if dim == dims[-1] and call.name in FROM_HALF:
+            # The spectrum of n real numbers is symmetric, so that n // 2 + 1 of its elements are stored.
+            # n = 2 (stored - 1) is torch's choice: the odd number above it has as many elements.
             size = 2 * (shape[dim] - 1) if length is None else length
         if dim == dims[-1] and call.name in TO_HALF:
             size = size // 2 + 1
@@ -230,4 +235,5 @@ def _fftshift(call: OpCall) -> Factorization:
     names, sizes = dim_factors("d", call.tensors[0].shape)
     dims = call["dim"]
     chosen = range(len(names)) if dims is None else [call.dim(d) for d in ([dims] if isinstance(dims, int) else dims)]
+    # It rolls by half of the global size, so rows of all shards change places.
     return linear_rule(names, (names,), sizes, [f"d{dim}" for dim in chosen])

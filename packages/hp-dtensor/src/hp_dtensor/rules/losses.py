@@ -57,12 +57,14 @@ def _loss(call: OpCall) -> Factorization:
         return Factorization(inputs, ((),), sizes)  # the mean divides by the sum of all weights: nothing is sharded
     count = math.prod(shape[:1] if call["reduction"] == "batchmean" else shape)
     if count == 0:
+        # Frameworks disagree: NaN, or zero.
         raise call.needs_replicated("the mean of an empty tensor is the framework's choice")
 
     def mean_of_shard(local: LocalCall) -> Tensor:
         x = local.arguments["input"]
         mine = x.shape[0] if call["reduction"] == "batchmean" else math.prod(x.shape)
         # The shard's mean is scaled to its share of the elements, so that uneven shards add up to the mean.
+        # The mean of an empty shard is NaN. Its sum is zero, and takes part in backward as the other ranks' results do.
         if math.prod(x.shape) == 0:
             return local.on(x, reduction="sum")
         return local.platform.ops.mul(local.on(x), mine / count)
@@ -167,6 +169,7 @@ def _of_distributions(call: LocalCall) -> Tensor:
     logits, target = call.to_float32(arguments["input"]), call.to_float32(arguments["target"])
     smoothing = arguments["label_smoothing"]
     if smoothing:
+        # Label smoothing (arXiv 1512.00567) spreads a share of the target evenly over the classes of all ranks.
         target = ops.add(ops.mul(target, 1.0 - smoothing), smoothing / call.sizes["classes"])
     if arguments["weight"] is not None:
         target = ops.mul(target, ops.unsqueeze(call.to_float32(arguments["weight"]), 0))
@@ -188,6 +191,7 @@ def _of_indices(call: LocalCall) -> Tensor:
     picked = _picked(call, shifted, targets)
     smoothing = arguments["label_smoothing"]
     if smoothing:
+        # This rank's classes only: the sum over ranks below completes both terms at once.
         spread = ops.mul(ops.sum(shifted, 1), smoothing / call.sizes["classes"])
         picked = ops.add(ops.mul(picked, 1.0 - smoothing), spread)
     losses = ops.sub(log_total, _over_classes(call, picked))
@@ -238,6 +242,7 @@ def _of_indices_weighted(call: LocalCall) -> Tensor:
     smoothing = arguments["label_smoothing"]
     targets, valid = _valid_targets(call)
     shifted, log_total = _shifted(call, logits)
+    # Not a gather: weights are sharded as the classes are, and most targets are in other ranks' shards.
     own = ops.mul(_one_hot(call, targets, shifted), ops.unsqueeze(weight, 0))
     picked_weight = _over_classes(call, ops.sum(own, 1))
     losses = ops.mul(picked_weight, ops.sub(log_total, _over_classes(call, _picked(call, shifted, targets))))

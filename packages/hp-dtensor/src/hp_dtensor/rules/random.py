@@ -41,6 +41,7 @@ def register(registry: RuleRegistry) -> None:
         _in_training(_local_rule(_dropout)),
     )
     registry.register("alpha_dropout feature_alpha_dropout", "input p=0.5 training=False ...", _in_training(REPLICATED))
+    # Not linear: the numbers do not depend on the input, and a partial input would make each rank's a summand.
     registry.register("rand_like randn_like randint_like", "input ...", _local_rule(_draw_like, linear=False))
     registry.register(
         "uniform_ normal_ exponential_ log_normal_ cauchy_ geometric_ random_",
@@ -51,6 +52,7 @@ def register(registry: RuleRegistry) -> None:
     registry.register("kaiming_uniform_ kaiming_normal_", "tensor ...", _local_rule(_fill, linear=False), in_place=True)
     registry.register("rrelu", "input lower=0.125 upper=0.333 training=False", _rrelu)
     registry.register("bernoulli", "input ...", REPLICATED)
+    # Rows draw one after the other from one generator, and a draw needs the sum over all classes.
     registry.register("multinomial", "input num_samples replacement=False", first_of(*DRAWN))
     registry.register("bernoulli_", "input p=0.5", _local_rule(_fill, linear=False), in_place=True)
 
@@ -91,6 +93,7 @@ def _draw_like(call: LocalCall) -> Tensor:
 def _fill(call: LocalCall) -> Tensor:
     """Fill the shard in place with its part of the global tensor's numbers."""
     x = call.arguments["input"] if "input" in call.arguments else call.arguments["tensor"]
+    # The global tensor exists for a moment: generators of frameworks have no common way to skip numbers.
     full = _global_like(call, x, call.platform.empty)
     call.on(full)
     call.platform.copy_(x, _own_shard(call, full))

@@ -42,7 +42,7 @@ COMMANDS = {
     "plan": ("plan", "Print memory, communication and time of a step on N ranks."),
     "layouts": ("plan", "Rank the layouts of a configuration by estimated time."),
     "schedule": ("plan", "Print the timeline of a pipeline schedule."),
-    "tokenizer": ("export", "Train a byte-level BPE tokenizer on text."),
+    "tokenizer": ("settings", "Train a byte-level BPE tokenizer on text."),
     "settings": ("settings", "List the settings of the YAML file, with type and default."),
 }
 

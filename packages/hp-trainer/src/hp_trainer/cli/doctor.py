@@ -135,6 +135,7 @@ def _examined(platform_name: str, ranks: int | None, timeout: float) -> tuple[Ex
             hint = "the same MASTER_ADDR and MASTER_PORT on all ranks, an open port on the machine of rank 0; "
             hint += "docs/how_to/many_machines.md"
             from_environment(platform, timeout)
+            # From here on, errors are no longer about how ranks meet.
             hint, joined = "", platform
             return examine(platform_name), []
         count = ranks or num_accelerators(platform_name) or 1
@@ -143,6 +144,7 @@ def _examined(platform_name: str, ranks: int | None, timeout: float) -> tuple[Ex
             what = f"there are {most} devices on this machine, and each rank needs its own"
             hint = f"--ranks={most}, or in the environment HP_DEVICE=cpu"
             return None, [Problem(path="--ranks", what=what, expected=f"at most {most}", got=str(count), hint=hint)]
+        # In this process: a child would import the framework once more, which takes longer than the measurements.
         if count == 1:
             return examine(platform_name), []
         report(f"starting {count} ranks on {platform_name}")
@@ -262,6 +264,7 @@ def _without_names(text: str, found: Examination | None) -> str:
         first_host(os.environ.get("SLURM_STEP_NODELIST", "")),
         *(each.host for each in (found.facts if found else ())),
     }
+    # The longest first, since a name may be the start of another.
     for host in sorted(hosts - {"", "localhost", "127.0.0.1", "::1"}, key=len, reverse=True):
         # A name is written with its domain or without it.
         name = host if re.fullmatch(r"[\d.]+|.*:.*", host) else host.partition(".")[0]

@@ -1,4 +1,4 @@
-"""Commands that write files for other programs: export, import, and tokenizer."""
+"""Commands that convert models and checkpoints: export and import."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import click
 from hp_dtensor.launch import from_environment, is_launched
 from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import find_latest
-from hp_trainer.cli.commands import Command, Overrides, SettingsCommand, run_argument
+from hp_trainer.cli.commands import Overrides, SettingsCommand, run_argument
 from hp_trainer.cli.completion import run_folders
 from hp_trainer.cli.shared import newest, open_run, weights_option
-from hp_trainer.data import train_tokenizer
 from hp_trainer.launch import import_platform, is_first_process
 from hp_trainer.models.hugging_face.export import LARGEST_FILE
 from hp_trainer.plugins import registries
@@ -126,24 +125,4 @@ def import_command(folder: Path, run: str | None, to: Path | None, prefix: str, 
         like = find_latest(storage, content=False).checkpoint
         name = import_checkpoint(found, folder, config, storage, like, owned.check_owner)
     print(f"{storage.describe(name)}; continue with `hp-train resume {target.path}`")
-    return 0
-
-
-@click.command("tokenizer", cls=Command)
-@click.argument("data", metavar="DATA", type=click.Path())
-@click.option("--vocab-size", type=int, required=True, metavar="N", help="Number of tokens, at least 257.")
-@click.option(
-    "--to", type=click.Path(), default="tokenizer.json", show_default=True, metavar="FILE", help="File to write."
-)
-@click.option("--field", default="text", show_default=True, metavar="NAME", help="Field of records with the text.")
-@click.option("--max-bytes", type=int, metavar="N", help="Read only so much text.")
-def tokenizer_command(data: str, vocab_size: int, to: str, field: str, max_bytes: int | None) -> int:
-    """Train a byte-level BPE tokenizer on the text of DATA, a file or folder.
-
-    The file has the format of the tokenizers library.
-    """
-    count = train_tokenizer(
-        Path(data).expanduser(), Path(to).expanduser(), vocab_size=vocab_size, field=field, max_bytes=max_bytes
-    )
-    print(f"{to}: {count} tokens; use it with data.tokenizer={to} and model.vocab_size={count}")
     return 0

@@ -1,9 +1,10 @@
-"""The command that lists the settings of the YAML file."""
+"""Commands that need no run: list the settings of the YAML file, and train a tokenizer."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 import click
 
@@ -11,6 +12,7 @@ from hp_trainer._files import strict_json
 from hp_trainer.cli.commands import Command
 from hp_trainer.cli.completion import setting_names
 from hp_trainer.config import Option, json_schema, list_options
+from hp_trainer.data import train_tokenizer
 from hp_trainer.plugins import registries
 
 
@@ -79,3 +81,23 @@ def describe_option(option: Option) -> str:
     within = option.path.rpartition("[].")[2]
     head = f"  {'' if '[]' in option.path else '--'}{within}=({option.takes}; {default})"
     return f"{head}\n      {option.help}" if option.help else head
+
+
+@click.command("tokenizer", cls=Command)
+@click.argument("data", metavar="DATA", type=click.Path())
+@click.option("--vocab-size", type=int, required=True, metavar="N", help="Number of tokens, at least 257.")
+@click.option(
+    "--to", type=click.Path(), default="tokenizer.json", show_default=True, metavar="FILE", help="File to write."
+)
+@click.option("--field", default="text", show_default=True, metavar="NAME", help="Field of records with the text.")
+@click.option("--max-bytes", type=int, metavar="N", help="Read only so much text.")
+def tokenizer_command(data: str, vocab_size: int, to: str, field: str, max_bytes: int | None) -> int:
+    """Train a byte-level BPE tokenizer on the text of DATA, a file or folder.
+
+    The file has the format of the tokenizers library.
+    """
+    count = train_tokenizer(
+        Path(data).expanduser(), Path(to).expanduser(), vocab_size=vocab_size, field=field, max_bytes=max_bytes
+    )
+    print(f"{to}: {count} tokens; use it with data.tokenizer={to} and model.vocab_size={count}")
+    return 0

@@ -91,6 +91,7 @@ def export_run(
     model_type, described = _describe(run, config)
     found = described.get("dtype") or described.get("torch_dtype")
     chosen = dtype or (found if found in DTYPES else "float32")
+    # transformers 4.56 renamed `torch_dtype` to `dtype`. Both are written, so that older versions read it too.
     described |= {"dtype": chosen, "torch_dtype": chosen}
     # Chosen before anything is read: a model without a counterpart fails at once.
     # DeepSeek-V3 always stores a bias by which experts are balanced; that of a model without one is zero.
@@ -126,6 +127,7 @@ def export_run(
     read = stored if options.lora.rank is None else merging(stored, shapes, options.lora.scale)
     names = export_weights(folder, tensors, read, described, group, dtype=chosen, largest=largest)
     if group.rank == 0:
+        # After the weights: an export that failed leaves no directory that looks complete to a tokenizer.
         _copy_companions(run, config, folder)
     return names
 
@@ -303,16 +305,19 @@ def _state(found: ForeignCheckpoint, where: Path) -> dict[str, Any]:
         )
     try:
         values = json.loads(found.read(STATE).tobytes())
-        assert isinstance(values["step"], int)
-        assert values["step"] >= 0
-        assert isinstance(values["model"], dict)
-        assert isinstance(values["state"], dict)
-    except (ValueError, TypeError, KeyError, AssertionError, RecursionError) as error:
+        # No asserts: the file is not ours, and `python -O` would accept anything.
+        if not (isinstance(values["step"], int) and values["step"] >= 0):
+            raise ValueError(f"step: expected an int of at least 0, got {values['step']!r}")
+        if not (isinstance(values["model"], dict) and isinstance(values["state"], dict)):
+            raise ValueError("model and state: expected objects")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {STATE} cannot be read") from error
     return dict(values)
 
 
 def _check_tensors(tensors: Mapping[str, tuple[str, tuple[int, ...]]], like: Checkpoint, where: Path) -> None:
+    # Only weights must be there: averages and optimizer state depend on settings that may differ. What both have must
+    # agree, since it is loaded.
     expected = {name: (saved.dtype, saved.shape) for name, saved in like.index.tensors.items()}
     model = {name for name in expected if name.startswith("model.")}
     problems = [f"{name} is missing" for name in sorted(model - tensors.keys())]

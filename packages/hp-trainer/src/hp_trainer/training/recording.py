@@ -115,6 +115,7 @@ class StepRecorder:
             TrainingError: on every rank if `training.compare_with` found a difference, unless it is to warn.
         """
         self._first_row = first_row
+        # With float16 gradients still have the loss scale when they are recorded, and runs may have different scales.
         self._recorder.gradient_factor = 1 / self._setup.scaler.get_scale()
         about = dict(self._recorder.recording.about)
         training = self._setup.config.training
@@ -185,10 +186,12 @@ class StepRecorder:
             assert reference is not None
             if number not in reference.steps or self._has_warned:
                 return None
+            # With the step before, by which values that were not updated are recognized.
             steps = {each: reference.steps[each] for each in (number - 1, number) if each in reference.steps}
             found: Comparison = compare(Recording(reference.about, steps), self._recorder.recording)
             return None if found.first is None else str(found)
 
+        # Rank 0 has the digests of all ranks, and all ranks must raise, or none.
         found = coordinator(self._world.all, "comparing with training.compare_with", difference, TrainingError)
         if found is None:
             return
@@ -245,6 +248,7 @@ def _about(setup: RankSetup) -> dict[str, Any]:
         "layout": " ".join(f"{name}={size}" for name, size in degrees.items()),
         "degrees": degrees,
         "dtypes": list(dict.fromkeys([config.training.dtype, config.training.reduce_dtype, "float32"])),
+        # A model other than the decoder may draw random numbers that no option shows.
         "random": any(getattr(options, name, 0) for name in ("attention_dropout", "router_jitter"))
         or config.model.name != "decoder",
     }

@@ -169,11 +169,13 @@ class DecoderOptions:
 
     def window_of(self, layer: int) -> int | None:
         """Return how many tokens a token of this block attends to, itself included; None: all before it."""
+        # The default pattern names sliding layers only. Without a `sliding_window` these see all tokens.
         return self.sliding_window if self.layer_pattern[layer % len(self.layer_pattern)] == "sliding" else None
 
     @property
     def is_causal(self) -> bool:
         """True if no result depends on a later token, as generation of text requires."""
+        # An expert picks its tokens among all of a sequence, so a later token can take the place of an earlier one.
         return self.num_experts is None or self.routing != "expert_choice"
 
     @property
@@ -313,6 +315,7 @@ def _selection_problems(config: DecoderOptions) -> Iterator[Problem]:
     excluded = {name: getattr(config, name) for name in names}
     if config.routing == "expert_choice":
         excluded |= {
+            # Each expert takes a fixed number of tokens, so none is beyond its capacity.
             "capacity_factor": config.capacity_factor,
             # A token with one expert would have a score of one, from which its gate learns nothing.
             "norm_topk_prob": config.norm_topk_prob,
