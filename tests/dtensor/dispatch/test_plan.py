@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, Partial, Replicate, Shard, distribute_tensor
+from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
 from hp_dtensor.dispatch import operation
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import planner
 from hp_dtensor.spec import tensor_spec as spec
+from hp_dtensor.tensor.conversions import spec_of_shard
 from hp_dtensor.testing import run_ranks
 
 LIMIT = 16
@@ -78,6 +79,22 @@ def _forget(platform: Platform) -> None:
     operation.forget_plans()
     for cached in _caches():
         cached.cache_clear()
+
+
+def _converted(platform: Platform) -> list[tuple[int, ...]]:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    shards = [platform.from_numpy(np.ones((rows, 4), np.float32)) for rows in (2, 3, 2)]
+    return [tuple(DTensor.from_local(shard, mesh, (Shard(0),)).shape) for shard in shards]
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_specs_of_converted_shards_are_looked_up_and_forgotten(hp_platform: Platform) -> None:
+    operation.forget_plans()
+    assert run_ranks(_converted, 2, hp_platform, hp_platform) == [[(4, 4), (6, 4), (4, 4)]] * 2
+    found = spec_of_shard.cache_info()
+    assert (found.hits, found.misses, found.maxsize is None) == (2, 4, False)  # of both ranks, each with its own mesh
+    operation.forget_plans()
+    assert spec_of_shard.cache_info().currsize == 0, "a world that was left must not be kept alive"
 
 
 def test_every_cache_of_the_planner_has_a_limit() -> None:

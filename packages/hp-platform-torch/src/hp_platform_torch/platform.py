@@ -358,7 +358,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     # DTensor ---------------------------------------------------------------------------------------------
 
     def check_dense(self, x: Tensor) -> None:
-        if not isinstance(x, TorchDTensor) and hasattr(x, "_local_tensor") and hasattr(x, "device_mesh"):
+        # Looking for attributes that a plain tensor lacks takes longer than the conversion to a DTensor.
+        is_subclass = type(x) is not torch.Tensor and not isinstance(x, TorchDTensor)
+        if is_subclass and hasattr(x, "_local_tensor") and hasattr(x, "device_mesh"):
             raise CapabilityError(
                 "expected a plain tensor, got a DTensor of torch.distributed.tensor; "
                 "hp_platform_torch.tensor.interop.from_torch_dtensor makes ours of it, over the same memory"

@@ -38,6 +38,7 @@ from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.indexing import INDEXING, with_positions
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.rules.tables import rule_registry
+from hp_dtensor.tensor.conversions import spec_of_shard
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.saved_shards import RESHARDING, saving_shard
 
@@ -265,11 +266,12 @@ def count_plans() -> int:
 
 
 def forget_plans() -> None:
-    """Drop all cached plans, and with them their references to meshes and worlds; for platforms that leave a job."""
+    """Drop all cached plans and specs, and with them the references to meshes and worlds; for leaving a job."""
     for plans in _plans.values():
         plans.clear()
     # Plans of redistributions refer to meshes too.
     plan_between.cache_clear()
+    spec_of_shard.cache_clear()
 
 
 def dispatch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -171,19 +172,13 @@ def from_local(
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
     platform = device_mesh.platform
-    placements = normalize_placements(device_mesh, given, len(local.shape))
     # A collective: all ranks of the mesh make it or none.
     if run_check or rank_checks.is_checking():
+        placements = normalize_placements(device_mesh, given, len(local.shape))
         shape = rank_checks.global_shape(local, device_mesh, placements, shape)
-    global_shape = tuple(shape) if shape is not None else even_global_shape(local.shape, device_mesh, placements)
-    spec = TensorSpec(device_mesh, placements, global_shape, local.dtype)
-    if device_mesh.get_coordinate() is None and tuple(local.shape) != spec.local_shape:
+    spec = spec_of_shard(device_mesh, given, tuple(local.shape), local.dtype, None if shape is None else tuple(shape))
+    if tuple(local.shape) != spec.local_shape:  # only on a rank outside the mesh
         return platform.wrap(_nothing_like(platform, local), spec)
-    if tuple(local.shape) != spec.local_shape:
-        raise ShardShapeError(
-            f"from_local: the shard on rank {device_mesh.world.rank} of a tensor {list(global_shape)} placed "
-            f"{spec.describe_placements()} must be {list(spec.local_shape)}, got {list(local.shape)}"
-        )
     if stride is not None:
         _check_stride(spec, local, shape is not None, tuple(stride))
     if grad_placements is not None:
@@ -196,6 +191,34 @@ def from_local(
         ]
         local = with_redistributed_grad(platform, local, arriving, wanted.with_placements(placed))
     return platform.wrap(local, spec)
+
+
+@functools.lru_cache(maxsize=4096)
+def spec_of_shard(
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    local_shape: tuple[int, ...],
+    dtype: Any,
+    shape: tuple[int, ...] | None,
+) -> TensorSpec:
+    """Return the spec of a tensor from its shard on this rank. Cached: programs convert the same shapes in each step.
+
+    Args:
+        shape: the global shape; None: that of equal shards.
+
+    Raises:
+        PlacementError: placements that do not fit.
+        ShardShapeError: this rank's shard of such a tensor has another shape.
+    """
+    placements = normalize_placements(mesh, placements, len(local_shape))
+    global_shape = even_global_shape(local_shape, mesh, placements) if shape is None else shape
+    spec = TensorSpec(mesh, placements, global_shape, dtype)
+    if mesh.get_coordinate() is not None and local_shape != spec.local_shape:
+        raise ShardShapeError(
+            f"from_local: the shard on rank {mesh.world.rank} of a tensor {list(spec.shape)} placed "
+            f"{spec.describe_placements()} must be {list(spec.local_shape)}, got {list(local_shape)}"
+        )
+    return spec
 
 
 def _nothing_like(platform: Platform, local: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from hp_platform_torch.tensor.torch_operation import NoGrad
+
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -70,7 +72,7 @@ def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
     """Apply `forward`, a linear map whose gradient is its dual `backward`; differentiable any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _LinearMap.apply(x, forward, backward)
-    with torch.no_grad():
+    with NoGrad():
         return forward(x)
 
 
