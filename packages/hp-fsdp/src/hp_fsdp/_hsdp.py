@@ -243,6 +243,7 @@ def _data_mesh(platform: Platform, mesh: DeviceMesh | None, shard_size: int, num
         mesh = init_device_mesh(kind, (num_ranks,), mesh_dim_names=("hsdp",), platform=platform)
     if shard_size in (-1, num_ranks):
         return mesh
+    # Shards are innermost: consecutive ranks are usually on one machine, whose links are the fastest.
     return mesh.unflatten(
         mesh.mesh_dim_names[0], (num_ranks // shard_size, shard_size), ("hsdp_replicate", "hsdp_shard")
     )

@@ -135,6 +135,7 @@ def agree(group: ProcessGroup, what: str, sentences: list[str], communicated: Co
     # Ranks that convert different DTensors would wait for each other in the collectives.
     digest = hashlib.sha256(json.dumps(list(communicated)).encode()).hexdigest()
     answers = [json.loads(x) for x in group.all_gather_bytes(json.dumps([sentences, digest]).encode())]
+    # A problem on some ranks makes their lists differ as well, and is the better message.
     if len({each[1] for each in answers}) > 1 and not any(each[0] for each in answers):
         answers[group.rank][0].append("the state dict has other DTensors, or plain tensors instead, on other ranks")
     by_sentence: dict[str, list[int]] = {}

@@ -93,6 +93,7 @@ def unflattened(flat: Mapping[str, Any], own: Mapping[str, Any]) -> Named:
         return {"state": state, **rest}
     groups = []
     for group in own["param_groups"]:
+        # Parameters of a group share its options, so those of the first one are read.
         keys = {key: f"param_groups.{name}.{key}" for name in group["params"][:1] for key in group if key != "params"}
         groups.append({**group, **{key: flat[long] for key, long in keys.items() if long in flat}})
     return {"state": state, "param_groups": groups, **rest}
@@ -123,6 +124,7 @@ class NamedOptimizerView:
 
     def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
         for name, target in _flat(self.slots()).items():
+            # Without `strict` some may be missing. They remain as they are.
             if name in values:
                 _state.copy_into(self._platform, target, values[name])
         self._optimizer.num_steps = int(state_dict["num_steps"])

@@ -102,6 +102,7 @@ def measure_perplexity_on(
     changes: dict[str, Any] = {} if evaluation_only else {"eval": (), "eval_fraction": 0.0}
     if hasattr(options, "cache"):
         changes["cache"] = str(cache_folder(run.data, options.cache))
+    # A dataset of a plugin may lack these options.
     known = {field.name for field in fields(options)}
     options = replace(options, **{name: value for name, value in changes.items() if name in known})
     source = registries().datasets.get(config.data.name).build(options)
@@ -133,6 +134,7 @@ def _measure(
         reader = BatchReader(samples, global_batch_size=_batch_size(config), seed=0, once=True)
         positions = range(0, len(samples), _batch_size(config))
         total, targets = _loss_sum(platform, model, (reader.read(position) for position in positions))
+    # All targets may be ignored, as in conversations without an answer.
     return Perplexity(total / max(1, targets), targets)
 
 
@@ -198,6 +200,7 @@ def run_harness(model: Path, tasks: str, more: Sequence[str] = ()) -> int:
         raise EvaluationError(
             f"tasks need lm-eval, but {' and '.join(missing)} cannot be imported; install it: pip install 'lm_eval[hf]'"
         )
+    # A process of its own: lm-eval parses a command line and may end its process.
     command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}"]
     return subprocess.run([*command, "--tasks", tasks, *more], check=False).returncode
 
@@ -247,6 +250,7 @@ class Sampler:
                 break
             for text, logits in zip(growing, self._logits(platform, model, growing), strict=True):
                 token = self.pick(logits, text.random)
+                # An ended text leaves the batch; the others do not wait for it.
                 text.ended = token == self.end
                 if not text.ended:
                     text.tokens.append(token)
@@ -320,6 +324,7 @@ def write_samples(run: RunFolder, config: TrainerConfig) -> list[str]:
     if not config.generate.prompts:
         return []
     newest = open_latest(checkpoint_storage(run, config), content=False)
+    # A run that was stopped will continue, and its texts would be those of an unfinished model.
     if newest.step < config.training.steps:
         return []
     texts = generate(config, get_platform(config.platform), config.generate.prompts, newest)

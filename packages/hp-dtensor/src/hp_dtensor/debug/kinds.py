@@ -260,11 +260,13 @@ def _differing(pair: Pair) -> list[np.ndarray]:
 
 
 def _filled(pair: Pair, dim: int) -> int:
+    # A dimension with fewer indices than buckets leaves some of them empty.
     return min(BUCKETS, _size(pair, dim))
 
 
 def _size(pair: Pair, dim: int) -> int:
     shape = pair.a.digest.shape or (1,)
+    # The last bucketed dimension is the tensor's last one, also if dimensions between are not bucketed.
     return shape[-1] if dim == pair.a.digest.num_bucketed - 1 else shape[dim]
 
 

@@ -263,6 +263,7 @@ class RuleRegistry:
 
 
 def _always_replicated(call: OpCall) -> Factorization:
+    # Dispatch answers this error by gathering the operands, as for the forms that other rules do not cover.
     raise call.needs_replicated("it runs on replicated operands")
 
 

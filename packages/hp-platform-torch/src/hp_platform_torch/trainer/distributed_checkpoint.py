@@ -139,6 +139,7 @@ class _PickleParser:
         self._push_name(*self._last(2))
 
     def joined_name(self, argument: str) -> None:
+        # GLOBAL (protocol 2) has module and name in one text. STACK_GLOBAL takes them from the stack.
         self._push_name(*argument.split(" ", 1))
 
     def make(self, _: Any) -> None:

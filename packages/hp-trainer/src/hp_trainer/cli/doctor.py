@@ -210,6 +210,7 @@ def _describe_links(found: Examination) -> Iterator[str]:
         text = f"latency {seconds * 1e6:.3g} us, bandwidth {rate / 1e9:.3g} GB/s"
         yield from _row("links", f"{axis} of {_counted(found.axes[axis], 'rank')}: {text}")
     if measured:
+        # Rounded numbers, so that the printed line can be pasted into a program.
         latency = {axis: float(f"{found.links.latency_along(axis):.3g}") for axis in measured}
         bandwidth = {axis: float(f"{found.links.bandwidth_along(axis):.3g}") for axis in measured}
         yield from _row("", f"hp_dtensor.Links({latency=}, {bandwidth=})")
@@ -311,6 +312,7 @@ def _device_file(found: Examination) -> str:
     if all(each.machines > 1 for each in found.overlaps):
         notes.append("no links within a machine were measured: add inner_bandwidth and outer_bandwidth")
     comments = "".join(f"# {note}\n" for note in notes)
+    # More digits than four would be noise of the measurement.
     return comments + yaml.safe_dump(_rounded(fields), sort_keys=False)
 
 

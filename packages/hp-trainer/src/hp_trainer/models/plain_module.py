@@ -44,6 +44,7 @@ class PlainModel(nn.Module):
         self.module = module
         self._loss = TokenLoss()
         self._tp_plan, self._units = dict(tp_plan or {}), tuple(fsdp_units)
+        # Only then: a model with an initializer gets its initial weights after sharding, others have them already.
         if hasattr(module, "initializer"):
             self.initializer = lambda name, shape: module.initializer(name.removeprefix("module."), shape)
 
@@ -114,6 +115,7 @@ class PlainModel(nn.Module):
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Switch modules to evaluation in the block, such as dropout, and restore their modes afterwards."""
+        # Modules that are in evaluation already, such as frozen ones, must not be in training afterwards.
         trained = [module for _, module in self.platform.named_modules(self.module) if module.training]
         for module in trained:
             module.training = False

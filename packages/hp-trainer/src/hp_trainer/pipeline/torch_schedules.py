@@ -286,6 +286,7 @@ def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
         >>> get_schedule_class("gpipe").__name__
         'ScheduleGPipe'
     """
+    # torch ignores case too.
     found = {name.lower(): each for name, each in _BY_NAME.items()}.get(schedule_name.lower())
     if found is None:
         raise ScheduleError(f"unknown schedule name {schedule_name!r}; expected one of {', '.join(_BY_NAME)}")

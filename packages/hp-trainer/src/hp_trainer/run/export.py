@@ -124,6 +124,7 @@ def export_run(
             f"{model_type} of transformers cannot express a part of this model: {'; '.join(lost)}. "
             "Add --lossy to export without it: the exported model then computes other logits"
         )
+    # Adapters are merged while a tensor is read, so that no second copy of the model is in memory.
     read = stored if options.lora.rank is None else merging(stored, shapes, options.lora.scale)
     names = export_weights(folder, tensors, read, described, group, dtype=chosen, largest=largest)
     if group.rank == 0:
@@ -246,6 +247,7 @@ def import_checkpoint(
         CheckpointError: a tensor is missing, unexpected or of another shape or dtype; nothing has been written.
     """
     values, tensors = _state(found, where), found.tensors()
+    # Settings first: of another model every tensor would be reported.
     refuse_other_model(values["model"], to_plain(config.model), model_defaults(config), str(where))
     if like is not None:
         _check_tensors(tensors, like, where)

@@ -70,6 +70,7 @@ def state_parts(
             # No rank of this stage writes it.
             replica = -1
         dtype = platform.dtype_name(tensor.dtype)
+        # Without communication: each rank writes the elements that it has.
         values = platform.to_numpy(local_of(platform, tensor)).reshape(box.shape)
         # Buffers such as masks may legitimately have infinities.
         if name not in buffers and not is_finite(values, dtype):
@@ -98,6 +99,7 @@ def load_state(
         ExpertParallelError: experts are not at their original placement; see `hp_moe.move_experts`.
     """
     check_state(platform, model)
+    # By the index, before the first tensor is written: a model that is half of one checkpoint could not be used.
     check_fit(platform, model, optimizer, checkpoint, all_gather_object, average)
     is_averaged = _is_averaged(checkpoint)
     with platform.no_grad():
@@ -107,6 +109,7 @@ def load_state(
                 # Optimizers with another representation convert the tensor that was written.
                 set_state(optimizer, _parameter_of(name), name.rpartition(".")[2], tensor)
     if average is not None and not is_averaged:
+        # Averaging was turned on after this checkpoint. It starts from the loaded weights, not from the initial ones.
         average.restart()
 
 
