@@ -9,7 +9,7 @@ import re
 import signal
 
 import pytest
-from running_commands import losses_of
+from running_commands import losses_of, wait_for_step
 from test_job_nodes import commands, finish
 from test_job_recovery import OPTIONS, expect_close, expect_same, training_with_deaths
 
@@ -100,3 +100,54 @@ def test_a_replica_is_lost_then_none_is_complete_and_the_job_goes_on_with_both(l
     assert code == 0, err
     undisturbed = lab.run("undisturbed", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4, **OPTIONS)
     expect_close(folder / "out", undisturbed.path)
+
+
+RENDEZVOUS = {
+    "static": "--node-rank={node} --master-addr=127.0.0.1 --master-port={port}",
+    "c10d": "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=proof",
+}
+
+
+def torchrun(rendezvous: str, node: int, port: int) -> tuple[str, ...]:
+    place = RENDEZVOUS[rendezvous].format(node=node, port=port).split()
+    options = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--monitor-interval=0.2", *place)
+    return ("-m", "torch.distributed.run", *options, "-m", "hp_trainer")
+
+
+@pytest.mark.parametrize("rendezvous", RENDEZVOUS)
+def test_torchrun_starts_the_machines(lab, folder, node, free_port, rendezvous):
+    port, settings = free_port(), ("--checkpoint.interval=3",)
+    kills = dict.fromkeys(("3:1:forward", "5:0:backward", "8:1:parent"), signal.SIGKILL)
+    launchers = [torchrun(rendezvous, number, port) for number in range(2)]
+    commands = [node(number, *settings, kills=kills, launcher=launcher) for number, launcher in enumerate(launchers)]
+    err = "".join(finish(*commands))
+    assert sorted(path.name for path in folder.glob("*:*:*")) == sorted(kills)
+    assert len(re.findall(r"has died \(SIGKILL\) in step [35]; training goes on from step", err)) == 2, err
+    # The agents of a static rendezvous do not restart each other's processes.
+    is_replaced = "rank 1 of 2 was lost with its machine, 127.0.0.1 in step 8; training goes on from step" in err
+    assert is_replaced == (rendezvous == "static"), err
+    assert ("loading step-" in err) == (rendezvous == "c10d"), err
+    expect_curve(lab, folder)
+
+
+def test_a_machine_is_lost_with_its_torchrun(lab, folder, node, free_port):
+    port, settings = free_port(), ("--checkpoint.interval=3",)
+    launchers = [torchrun("static", number, port) for number in range(2)]
+    # The second machine's process is stopped, so that the others wait until it has been killed.
+    kills = {"8:1:parent": signal.SIGSTOP}
+    first, second = (
+        node(number, *settings, kills=kills, launcher=launcher) for number, launcher in enumerate(launchers)
+    )
+    wait_for_step(folder / "out", 7, first)
+    second.kill_everything()
+    err, _ = finish(first, node(1, *settings, launcher=launchers[1]))
+    assert "rank 1 of 2 was lost with its machine" in err, err
+    assert "without copies" not in err
+    expect_curve(lab, folder)
+
+
+def expect_curve(lab, folder) -> None:
+    plain = lab.run("plain", {"dp_shard": 2, "ep": 2}, 2, **OPTIONS)
+    assert losses_of(folder / "out") == losses_of(plain.path)
+    expect_same(folder / "out", plain.path)
+    assert not (folder / "out" / "nodes.json").exists()

@@ -27,11 +27,11 @@ def commands(folder, hp_train, hp_platform, monkeypatch):
     skip_unless_torch_or(hp_platform, False)
     add_plugin(folder, "deaths", Path(__file__).with_name("deaths.py").read_text(), monkeypatch)
 
-    def start(number: int, *settings: str, kills: dict[str, int] | None = None):
+    def start(number: int, *settings: str, kills: dict[str, int] | None = None, launcher: tuple[str, ...] = ()):
         place = {"RANK": str(number), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-        place["KILLS"] = json.dumps(kills or {})
+        variables = {"KILLS": json.dumps(kills or {}), **({} if launcher else place)}
         arguments = (*SETTINGS, "--training.eval_interval=4", *TWO_RANKS, *COPIES, *settings)
-        return hp_train("run", "run.yaml", "--run.folder=out", *arguments, variables=place)
+        return hp_train("run", "run.yaml", "--run.folder=out", *arguments, launcher=launcher, variables=variables)
 
     return start
 
