@@ -197,10 +197,17 @@ def test_tune_compares_runs(cluster, folder) -> None:
     assert best.metrics["checkpoint_path"].startswith(str(folder / "runs" / "lr=0.005" / "hp-train" / "checkpoints"))
 
 
-def test_a_wrong_setting_is_named(trainer) -> None:
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"training__stepz": 3}, r"try: training\.steps"),
+        ({"launch__nodes": 2}, r"FailureConfig\(max_failures=\.\.\.\)"),
+    ],
+)
+def test_a_wrong_setting_is_named(trainer, setting, message) -> None:
     # Ray prints the beginning and the end of long errors.
-    with pytest.raises(train.TrainingFailedError, match=r"try: training\.steps"):
-        trainer("wrong", 1, training__stepz=3).fit()
+    with pytest.raises(train.TrainingFailedError, match=message):
+        trainer("wrong", 1, **setting).fit()
 
 
 def test_the_example_trains(cluster, folder, undisturbed) -> None:

@@ -20,7 +20,8 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from hp_trainer.cli.shared import load
 from hp_trainer.cli.train import start
-from hp_trainer.exceptions import RunFolderError
+from hp_trainer.config import TrainerConfig
+from hp_trainer.exceptions import ConfigError, Problem, RunFolderError
 from hp_trainer.metrics.tracker import evaluation_scalars, step_scalars
 from hp_trainer.plugins import hookimpl, life_cycle, plugin_manager
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, StepRecord
@@ -90,6 +91,7 @@ def train_loop(config: Mapping[str, Any]) -> None:
 
     Raises:
         RunFolderError: the storage of the run is no folder that the workers share.
+        ConfigError: the configuration has `launch.nodes`.
         HPError: whatever `hp-train run` reports.
     """
     folder = _run_folder()
@@ -99,8 +101,23 @@ def train_loop(config: Mapping[str, Any]) -> None:
     is_here = directory is not None and Path(directory).is_dir()
     working_folder = contextlib.chdir(str(directory)) if is_here else contextlib.nullcontext()
     overrides = [(path, value if isinstance(value, str) else json.dumps(value)) for path, value in settings.items()]
-    with working_folder, _launched(), _reported(_Reports(folder)):
-        start(config["config"], load(config["config"], overrides), may_continue=True)
+    with working_folder:
+        loaded = load(config["config"], overrides)
+        _check_ranks(loaded.config)
+        with _launched(), _reported(_Reports(folder)):
+            start(config["config"], loaded, may_continue=True)
+
+
+def _check_ranks(config: TrainerConfig) -> None:
+    """Raise if the configuration wants processes that start ranks, as each worker of Ray is a rank."""
+    if config.launch.nodes is not None:
+        problem = Problem(
+            path="launch.nodes",
+            what="each worker of Ray is a rank, and Ray starts all of them again when one dies",
+            expected="null, with ScalingConfig(num_workers=RANKS) and FailureConfig(max_failures=...)",
+            got=str(config.launch.nodes),
+        )
+        raise ConfigError([problem], "a worker of Ray")
 
 
 def _run_folder() -> Path:
