@@ -160,11 +160,12 @@ def covering(
     """Yield few of the combinations that together have every property which any of them has."""
     shuffled = random.Random(0).sample(combinations, len(combinations))
     shuffled.sort(key=lambda each: each.num_ranks * each.parts)  # of those that add as much the one of least work
-    found = {each: properties(each) for each in shuffled}
-    missing = set().union(*found.values())
+    # Pairs and not a dictionary: a combination's hash is that of all its fields.
+    found = [(each, properties(each)) for each in shuffled]
+    missing = set().union(*(added for _, added in found))
     while missing:
-        best = max(shuffled, key=lambda each: len(found[each] & missing))
-        missing -= found[best]
+        best, added = max(found, key=lambda each: len(each[1] & missing))
+        missing -= added
         yield best
 
 
