@@ -87,6 +87,9 @@ def test_modules_of_the_working_directory_do_not_run_in_the_ranks(tmp_path, monk
     for name in ("json", "pickle", "sitecustomize", "hp_dtensor"):
         (here / f"{name}.py").write_text("import pathlib\npathlib.Path('ran').touch()\nraise SystemExit('no')\n")
     monkeypatch.chdir(here)
+    # Without empty entries, as after a trailing colon: with one, the user adds the working directory to the path.
+    entries = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entries))
     assert launch(targets.add, (1, 2), 2, "array") == [3, 3]
     assert not (here / "ran").exists()
 
