@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -55,12 +54,10 @@ def _counts(platform: Platform, with_backward: bool) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def _only_new_objects() -> Iterator[None]:
+def _only_new_objects() -> None:
     """Hide the objects of other tests from the garbage collector, which would look at each of millions many times."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def test_a_step_leaves_no_tensor_behind(hp_platform: Platform) -> None:
