@@ -257,7 +257,7 @@ def test_biases_of_experts_without_tokens_get_exactly_zero(platform, position):
 
 @functools.cache
 def single(name):
-    (result,) = run_ranks(functools.partial(train, "one rank", NUM_SAMPLES, steps=5, options=LAYER_OPTIONS[name]), 1)
+    (result,) = run_ranks(functools.partial(train, "one rank", NUM_SAMPLES, steps=3, options=LAYER_OPTIONS[name]), 1)
     return result
 
 
@@ -278,11 +278,11 @@ def single(name):
         ("same tokens on ep, sequence, hidden sharded", "biases, inside"),
     ],
 )
-def test_five_steps_in_a_layout_equal_one_rank(torch_or, layout, name):
+def test_steps_in_a_layout_equal_one_rank(torch_or, layout, name):
     torch_or(
         layout in ("ep of 4", "sequence, ep over data, hidden sharded", "same tokens on ep, sequence, hidden sharded")
     )
-    program = functools.partial(train, layout, NUM_SAMPLES, steps=5, options=LAYER_OPTIONS[name])
+    program = functools.partial(train, layout, NUM_SAMPLES, steps=3, options=LAYER_OPTIONS[name])
     assert_same(run_ranks(program, LAYOUTS[layout].size), single(name))
 
 

@@ -166,7 +166,7 @@ OPTIONS = {"num_shared_experts": 1}
 @functools.cache
 def single(micro_batches):
     coefficients = AuxLosses(0.5 if micro_batches == 1 else 0.0, 0.4, 0.3, 0.2)
-    kwargs = {"steps": 5, "micro_batches": micro_batches, "options": {**OPTIONS, "aux_losses": coefficients}}
+    kwargs = {"steps": 3, "micro_batches": micro_batches, "options": {**OPTIONS, "aux_losses": coefficients}}
     (result,) = run_ranks(functools.partial(train, "one rank", NUM_SAMPLES, **kwargs), 1)
     return kwargs, result
 
@@ -175,7 +175,8 @@ def single(micro_batches):
     "layout",
     ["ep beside data", "hidden sharded beside data", "sequence over three, uneven", "same tokens on ep, sequence"],
 )
-def test_five_steps_in_a_layout_equal_one_rank(layout):
+def test_steps_in_a_layout_equal_one_rank(torch_or, layout):
+    torch_or(layout == "same tokens on ep, sequence")
     kwargs, expected = single(1)
     results = run_ranks(functools.partial(train, layout, NUM_SAMPLES, **kwargs), LAYOUTS[layout].size)
     assert_same(results, expected)
@@ -193,7 +194,8 @@ def test_five_steps_in_a_layout_equal_one_rank(layout):
         ("same tokens on ep, sequence, hidden sharded", 3, True),
     ],
 )
-def test_accumulation_and_recomputation_in_a_layout_equal_one_rank(layout, micro_batches, recompute):
+def test_accumulation_and_recomputation_in_a_layout_equal_one_rank(torch_or, layout, micro_batches, recompute):
+    torch_or(recompute and micro_batches == 2)
     _, expected = single(7)
     kwargs = {**single(7)[0], "micro_batches": micro_batches, "recompute": recompute}
     assert_same(run_ranks(functools.partial(train, layout, NUM_SAMPLES, **kwargs), LAYOUTS[layout].size), expected)

@@ -91,7 +91,7 @@ IN_LAYOUTS = {
 
 @functools.cache
 def single(name):
-    (result,) = run_ranks(functools.partial(train, "one rank", NUM_SAMPLES, steps=5, options=IN_LAYOUTS[name]), 1)
+    (result,) = run_ranks(functools.partial(train, "one rank", NUM_SAMPLES, steps=3, options=IN_LAYOUTS[name]), 1)
     return result
 
 
@@ -109,9 +109,9 @@ def single(name):
         ("sequence over three, uneven", False, "jittered"),
     ],
 )
-def test_five_steps_in_a_layout_equal_one_rank(torch_or, layout, recompute, name):
+def test_steps_in_a_layout_equal_one_rank(torch_or, layout, recompute, name):
     torch_or(recompute)
-    program = functools.partial(train, layout, NUM_SAMPLES, steps=5, options=IN_LAYOUTS[name], recompute=recompute)
+    program = functools.partial(train, layout, NUM_SAMPLES, steps=3, options=IN_LAYOUTS[name], recompute=recompute)
     results = run_ranks(program, LAYOUTS[layout].size)
     assert_same(results, single(name))
     for result in results:

@@ -89,6 +89,7 @@ def test_a_spare_that_has_ended_or_is_stopped_counts_as_no_death(platform, monke
     ]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_deaths_are_counted_and_other_errors_are_not_survived(platform):
     signals = {"0:1": signal.SIGKILL, "1:0": signal.SIGKILL}
     with pytest.raises(LaunchError, match=r"^rank 0 of 2 was killed by SIGKILL.*\nmore than 0 ranks have died; no f"):

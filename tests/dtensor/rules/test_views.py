@@ -153,7 +153,8 @@ def test_strided_shards_give_the_values_and_gradients_of_one_device(
     hp_platform: Platform, sample: Sample, torch_or: Callable[[bool], None]
 ) -> None:
     torch_or(sample.name in ("linear of rows", "cross_entropy of rows, mean", STRIDED[0].name))
-    for mesh_shape, limit in {(3,): 40, (2, 2): 40}.items():
+    limit = 40 if hp_platform.name == "torch" else 12
+    for mesh_shape in ((3,), (2, 2)):
         arguments = (hp_platform, mesh_shape, [sample], limit, ALL, True)
         reports = run_ranks(prove, math.prod(mesh_shape), hp_platform, *arguments)
         assert [problem for report in reports for problem in report.wrong] == []

@@ -181,6 +181,7 @@ MODES = {
 ON_ALL_PLATFORMS = ("selective",)
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_weights_are_bitwise_those_without_recomputation(lab):
     more = {"training__micro_batch_size": 4, **SETTINGS}
     retained = lab.run("retained", FOUR_RANKS["experts sharded"], 4, **more)

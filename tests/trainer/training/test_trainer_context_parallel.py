@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from test_trainer import PartlyTaken, assert_same_losses
-from training_runs import STEPS, events, skip_unless_torch_or
+from training_runs import events, skip_unless_torch_or
 
 from hp_dtensor.testing import run_ranks
 from hp_trainer.data import Rows, documents
@@ -37,7 +37,7 @@ def test_trains_and_evaluates_as_one_rank(lab, monkeypatch, name):
     degrees, length, samples = CASES[name]
     if samples is not None:
         monkeypatch.setattr(documents, "TokenSamples", samples)
-    settings = {"training__eval_interval": STEPS, "training__sequence_length": length}
+    settings = {"training__steps": 3, "training__eval_interval": 3, "training__sequence_length": length}
     expected = lab.run("one", **settings)
     run = lab.run("shared", degrees, 4, training__micro_batch_size=2, **settings)
     assert_same_losses(run, expected)

@@ -35,7 +35,8 @@ SHORT = {"training__steps": 3, "checkpoint__interval": None}
     ],
     ids=["chunks", "a copy per expert", "copies of experts", "auto", "nodes"],
 )
-def test_losses_are_those_of_one_rank(lab, settings, capsys):
+def test_losses_are_those_of_one_rank(torch_or, lab, settings, capsys):
+    torch_or("ep_copies" in settings)
     degrees = FOUR_RANKS["folded"] | settings
     plain, run = losses(lab.run("plain", **SHORT)), lab.run("run", degrees, 4, **SHORT)
     np.testing.assert_allclose(losses(run), plain, **CLOSE)
@@ -159,6 +160,7 @@ def test_moves_hold_the_moments_of_one_layer(lab):
     assert peaks[3] - peaks[1] < moments
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
     settings = SHORT | {"model__routing": "hash", "training__recompute": "full"}
     plain = lab.run("plain", **settings)
