@@ -615,6 +615,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   m.impl("record_stream", TORCH_FN(record_stream));
+  // These are composed of operations by device type, of which this device has none.
+  m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 // A copy understands conjugated and negated views itself.
