@@ -23,15 +23,13 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor import get_platform
-from hp_dtensor.comm.world import current_world
 from hp_dtensor.launch import launch
 from hp_trainer.config import TrainerConfig, parse_config
 from hp_trainer.data import Batch
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning import find_device, plan_step
 from hp_trainer.plugins import registries
-from hp_trainer.training.pipelined import PipelinedModel, plan_stages
-from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler, sequence_sharder
+from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.step import OptimizerStep
 
 YAML = """
@@ -83,31 +81,10 @@ class Contender:
     """One layout on this rank, with a batch of random tokens."""
 
     def __init__(self, changed: dict[str, Any]) -> None:
-        config, platform = config_of(changed), get_platform("torch")
-        dims = ParallelDims.from_config(config.parallel, current_world(platform).size)
-        mesh = dims.build_mesh("cpu", platform=platform)
-        plan = plan_stages(config, dims) if dims.pp_enabled else None
-        model = build_model(config, platform, dims, mesh, plan)
-        pipeline = None
-        if plan is not None:
-            sharder = sequence_sharder(config, dims, mesh)
-            pipeline = PipelinedModel(platform, model, plan, mesh, config.parallel, sharder)
-        axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
-        setup = RankSetup(
-            config=config,
-            platform=platform,
-            dims=dims,
-            mesh=mesh,
-            dataset=None,
-            model=model,
-            optimizer=build_optimizer(config, platform, model, lambda fact: [fact]),
-            scaler=build_scaler(config, platform),
-            pipeline=pipeline,
-            stage_mesh=None if plan is None else mesh.flatten("stage", axes),
-        )
-        self._step, training = OptimizerStep(setup), config.training
+        setup = RankSetup.build(None, config_of(changed), get_platform("torch"))
+        self._step, dims, training = OptimizerStep(setup), setup.dims, setup.config.training
         share, length = training.global_batch_size // dims.dp_size, training.sequence_length
-        rows = np.random.default_rng(0).integers(0, config.model.options.vocab_size, (share, length + 1))
+        rows = np.random.default_rng(0).integers(0, setup.config.model.options.vocab_size, (share, length + 1))
         count = training.global_batch_size * length
         self._batch = Batch(rows[:, :-1].copy(), rows[:, 1:].copy(), None, np.arange(share), count, count)
 

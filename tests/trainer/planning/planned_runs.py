@@ -14,8 +14,7 @@ from hp_trainer.data import Batch
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.shapes import StepShape
 from hp_trainer.plugins import registries
-from hp_trainer.training.pipelined import PipelinedModel, plan_stages
-from hp_trainer.training.setup import RankSetup, build_model, build_optimizer, build_scaler, sequence_sharder
+from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.speed import memory_by_kind
 from hp_trainer.training.step import OptimizerStep
 
@@ -45,26 +44,7 @@ def shape_of(config: TrainerConfig, world_size: int) -> StepShape:
 
 def setup_rank(config: TrainerConfig) -> RankSetup:
     """Build this rank's model, optimizer and pipeline; the data are the caller's."""
-    platform = get_platform()
-    dims = dims_of(config, current_world(platform).size)
-    mesh = dims.build_mesh("cpu", platform=platform)
-    plan = plan_stages(config, dims) if dims.pp_enabled else None
-    model = build_model(config, platform, dims, mesh, plan)
-    axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
-    return RankSetup(
-        config=config,
-        platform=platform,
-        dims=dims,
-        mesh=mesh,
-        dataset=None,
-        model=model,
-        optimizer=build_optimizer(config, platform, model, lambda fact: [fact]),
-        scaler=build_scaler(config, platform),
-        pipeline=None
-        if plan is None
-        else PipelinedModel(platform, model, plan, mesh, config.parallel, sequence_sharder(config, dims, mesh)),
-        stage_mesh=None if plan is None else mesh.flatten("stage", axes),
-    )
+    return RankSetup.build(None, config, get_platform())
 
 
 def random_batch(setup: RankSetup, step: int = 0) -> Batch:

@@ -85,18 +85,22 @@ class RankSetup:
     stage_mesh: DeviceMesh | None = None
 
     @classmethod
-    def build(cls, run: RunFolder, config: TrainerConfig, platform: Platform, *, weights: bool = True) -> RankSetup:
+    def build(
+        cls, run: RunFolder | None, config: TrainerConfig, platform: Platform, *, weights: bool = True
+    ) -> RankSetup:
         """Build the setup. Every rank of the platform's current world calls this.
 
         Args:
-            run: the run folder, with prepared data.
+            run: the run folder, with prepared data; None: the caller has batches of its own, and there is no dataset.
             weights: initialize the weights; False: a checkpoint will be loaded.
         """
         num_experts = getattr(config.model.options, "num_experts", None)
         dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
         mesh = dims.build_mesh(platform.device_types[0], platform=platform)
-        dataset = open_dataset(run, config)
-        refuse_other_data(dataset, config, current_world(platform).all)
+        dataset: Any = None
+        if run is not None:
+            dataset = open_dataset(run, config)
+            refuse_other_data(dataset, config, current_world(platform).all)
         # Depends on the configuration only, so that all ranks have the same plan without communication.
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
