@@ -17,7 +17,7 @@ from hp_trainer.models.recomputation import block_names, recompute_by_settings, 
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.axes import divisors, nearest_divisors
 from hp_trainer.pipeline import Schedule, build_schedule, schedule_names
-from hp_trainer.pipeline.schedules import microbatch_limit
+from hp_trainer.pipeline.schedules import microbatch_limit, repeats_itself, stages_per_rank_of
 from hp_trainer.pipeline.simulation import check_unsplit_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.sizes import format_size
@@ -161,6 +161,14 @@ def schedule_problems(dims: ParallelDims, config: TrainerConfig, *, is_shortened
         is_shortened: as in `find_pipeline_problems`.
     """
     settings = config.pipeline
+    if is_shortened and repeats_itself(settings.schedule):
+        # A search of layouts builds no schedule of more stages than layers, which takes a second for 32 ranks.
+        too_many = [
+            *_layer_problems(dims, config, dims.pp * stages_per_rank_of(settings.schedule, settings.stages_per_rank))
+        ]
+        if too_many:
+            yield from too_many
+            return
     try:
         schedule = make_schedule(config, dims, is_shortened=is_shortened)
     except ScheduleError as error:

@@ -104,7 +104,7 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
     """
     # Raises for an unknown name before anything else is checked.
     _registry().get(name)
-    stages_per_rank = _stages_per_rank(name, stages_per_rank)
+    stages_per_rank = stages_per_rank_of(name, stages_per_rank)
     numbers = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "stages_per_rank": stages_per_rank}
     wrong = [
         f"{key} must be an integer of at least 1, got {value!r}"
@@ -139,10 +139,10 @@ def microbatch_limit(name: str, num_ranks: int, stages_per_rank: int | None = No
         >>> microbatch_limit("1f1b", num_ranks=2)
         524288
     """
-    return MAX_FORWARDS // (num_ranks * _stages_per_rank(name, stages_per_rank))
+    return MAX_FORWARDS // (num_ranks * stages_per_rank_of(name, stages_per_rank))
 
 
-def _stages_per_rank(name: str, given: int | None) -> int:
+def stages_per_rank_of(name: str, given: int | None) -> int:
     """Return the given number of stages per rank, or the default of a schedule."""
     if given is not None:
         return given

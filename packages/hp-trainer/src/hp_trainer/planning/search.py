@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.parallel.dims import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
-from hp_trainer.planning.shapes import Memo, budget_error, unplanned_settings
+from hp_trainer.planning.shapes import Group, Memo, StepShape, budget_error, stage_buffers, unplanned_settings
 from hp_trainer.planning.step_time import computation_of
 from hp_trainer.sizes import format_size
 from hp_trainer.training.pipelined import checked_microbatches
@@ -145,13 +145,20 @@ class _Planner:
         self._often = dataclasses.replace(config, parallel=often)
         self._both = dataclasses.replace(config, training=recomputed, parallel=often)
         self._memos: dict[int, Memo] = {}
+        # Bytes of weights, gradients and state that are no experts', and of experts, on one rank alone.
+        self._on_one_rank: tuple[float, float] | None = None
         self.num_over_budget = 0
         self.num_too_large = 0
-        # Planned up to the first moment that needs too much: a lower bound of the layout's memory.
-        self.too_large: list[StepPlan] = []
+        # Lower bounds of the memory of layouts that do not fit, with the settings that were tried.
+        self.too_large: list[tuple[float, TrainerConfig, ParallelDims]] = []
 
     def fitting(self, dims: ParallelDims) -> tuple[StepPlan, ...]:
         """Return the plans with which a layout fits: as configured, or else with memory-saving settings."""
+        if (least := self._least(dims)) > self._memory:
+            self.num_too_large += 1
+            settings = self._saving_settings(StepShape.of(self._given, dims, self._memo_of(self._given)))
+            self.too_large += [(least, config, dims) for config in (self._given, *settings)]
+            return ()
         plan = self._plan(self._given, dims, self._memory)
         # A budget already recomputes everything that it must, so no other setting can satisfy it.
         if budget_error(plan.shape) is not None:
@@ -159,40 +166,65 @@ class _Planner:
             return ()
         if plan.peak <= self._memory:
             return (plan,)
-        recomputes, often = plan.shape.recomputes, plan.shape.config.parallel.reduce_gradients == "step"
-        if often:
-            # Gradients could be reduced after each micro-batch. A pipeline then also gathers weights for each use,
-            # which saves memory even with one micro-batch.
-            is_pipelined, several = plan.shape.dims.pp_enabled, plan.shape.num_microbatches > 1
-            often = not plan.shape.pipeline.splits_backward if is_pipelined else several
-        tried = [] if recomputes else [self._plan(self._recomputed, dims, self._memory)]
-        if often:
-            tried.append(self._plan(self._often, dims, self._memory))
-        # Both together only if neither is enough alone: each of them costs time.
-        if often and not recomputes and all(each.peak > self._memory for each in tried):
-            tried.append(self._plan(self._both, dims, self._memory))
+        tried: list[StepPlan] = []
+        for config in self._saving_settings(plan.shape):
+            # Both together only if neither is enough alone: each of them costs time.
+            if config is not self._both or all(each.peak > self._memory for each in tried):
+                tried.append(self._plan(config, dims, self._memory))
         fitting = tuple(each for each in tried if each.peak <= self._memory)
         if not fitting:
             self.num_too_large += 1
-            self.too_large += [plan, *tried]
+            # Each was planned up to the first moment that needs too much.
+            self.too_large += [(each.peak, each.shape.config, dims) for each in (plan, *tried)]
         return fitting
+
+    def _saving_settings(self, shape: StepShape) -> list[TrainerConfig]:
+        """Return the settings that save memory: blocks recomputed, gradients reduced after each micro-batch, both."""
+        recomputes, often = shape.recomputes, shape.config.parallel.reduce_gradients == "step"
+        if often:
+            # A pipeline then also gathers weights for each use, which saves memory even with one micro-batch.
+            often = not shape.pipeline.splits_backward if shape.dims.pp_enabled else shape.num_microbatches > 1
+        found = [] if recomputes else [self._recomputed]
+        return [*found, *([self._often] if often else []), *([self._both] if often and not recomputes else [])]
 
     def smallest(self) -> StepPlan | None:
         """Return the plan of the layout that needs least memory among those that do not fit."""
         found: StepPlan | None = None
-        for plan in sorted(self.too_large, key=lambda each: each.peak):
-            # Peaks are lower bounds in increasing order, so no later layout can need less than the one found.
-            if found is not None and plan.peak >= found.peak:
+        for least, config, dims in sorted(self.too_large, key=lambda each: each[0]):
+            # Bounds increase, so no later layout can need less than the one found.
+            if found is not None and least >= found.peak:
                 break
-            complete = self._plan(plan.shape.config, plan.shape.dims, math.inf)
+            complete = self._plan(config, dims, math.inf)
             if found is None or complete.peak < found.peak:
                 found = complete
         return found
 
+    def _least(self, dims: ParallelDims) -> float:
+        """Return a lower bound of a layout's memory: weights, their gradients and state, as if shared out equally."""
+        training = self._given.training
+        if training.activation_budget is not None:
+            return 0.0
+
+        def of_groups(groups: Iterable[tuple[Group, int]]) -> float:
+            bytes_of = [(group.bytes, times) for group, times in groups]
+            state = not training.offload_optimizer
+            return float(sum(times * (x.shard + x.gradient + state * x.state) for x, times in bytes_of))
+
+        if self._on_one_rank is None:
+            one = StepShape.of(self._given, ParallelDims(), {}, is_host=self._device.is_host)
+            stage = stage_buffers(one, 0)
+            experts = of_groups(zip(stage.experts, stage.kinds.times, strict=True))
+            self._on_one_rank = of_groups(stage.counted) - experts, experts
+        dense, experts = self._on_one_rank
+        of_dense, of_experts = dims.tp * dims.fsdp_size, dims.ep * dims.etp * dims.efsdp_size
+        return (dense / of_dense + experts / of_experts) / dims.pp
+
     def _plan(self, config: TrainerConfig, dims: ParallelDims, limit: float) -> StepPlan:
+        return plan_step(config, dims, self._device, self._memo_of(config), every_rank=False, limit=limit)
+
+    def _memo_of(self, config: TrainerConfig) -> Memo:
         # Results are shared between layouts of one configuration only, so each variant has a memo of its own.
-        memo = self._memos.setdefault(id(config), {})
-        return plan_step(config, dims, self._device, memo, every_rank=False, limit=limit)
+        return self._memos.setdefault(id(config), {})
 
 
 # Legal layouts -------------------------------------------------------------------------------------------
