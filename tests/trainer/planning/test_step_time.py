@@ -137,6 +137,16 @@ def test_ranks_share_processors() -> None:
     assert plan(shared, world_size=2).time.products == pytest.approx(plan(world_size=2).time.products)
 
 
+def test_ranks_that_share_processors_compute_while_others_idle() -> None:
+    settings = {"world_size": 4, "degrees": {"pp": 4}, "model__num_hidden_layers": 4, "pipeline__microbatches": 8}
+    # 3 / 8 of the time that a rank computes is idle time of 1F1B. Four ranks on two processors are never all idle.
+    assert plan(IDEAL, **settings).time.idle > 0
+    assert plan(dataclasses.replace(IDEAL, processors=2), **settings).time.idle == pytest.approx(0)
+    three = dataclasses.replace(IDEAL, processors=3)
+    time = plan(three, **settings).time
+    assert time.idle == pytest.approx((1.375 * 3 / 4 - 1) * (time.products + time.memory))
+
+
 def test_compiled_blocks_move_fewer_bytes() -> None:
     assert plan(training__compile="true").time.memory < plan().time.memory
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from hp_trainer.exceptions import PlanError
-from hp_trainer.planning.devices import find_device, known_devices
+from hp_trainer.launch.examination import _BLOCKS
+from hp_trainer.planning.devices import MeasuredBlock, find_device, known_devices
 
 RATE, COPY, LEAST = 500e12, 2e12, 4e-6
 SHAPES = [(512, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192)]
@@ -46,6 +48,39 @@ def test_measured_products_and_collectives_give_the_rates(tmp_path: Path) -> Non
     assert device.outer_latency == pytest.approx(2 * LATENCY)
     assert device.outer_bandwidth == pytest.approx(BANDWIDTH / 2)
     assert device.hidden == {"weights": pytest.approx(0.75)}
+
+
+def test_measured_blocks_give_the_rates_of_each_kind_of_work(tmp_path: Path) -> None:
+    rates = {"products": 9e10, "attention": 5e10, "saved": 1e9, "operations": 1e5}
+    blocks = []
+    for hidden_size, batch, length in _BLOCKS:
+        sizes = {"hidden_size": hidden_size, "batch": batch, "length": length, "dtype": "float32"}
+        work = MeasuredBlock(**sizes, seconds=1.0).work
+        seconds = sum(getattr(work, name) / rate for name, rate in rates.items())
+        blocks.append(sizes | {"seconds": seconds + (work.operands + work.loss) / COPY})
+    path = tmp_path / "mine.yaml"
+    links = {"inner_bandwidth": 1e9, "outer_bandwidth": 1e9}
+    path.write_text(yaml.safe_dump({"memory": 1e9, "memory_bandwidth": COPY, **links, "blocks": blocks}))
+    device = find_device(str(path))
+    assert device.flops == {"float32": pytest.approx(rates["products"])}
+    assert device.attention_efficiency == pytest.approx(5 / 9)
+    assert device.traffic == pytest.approx(COPY / rates["saved"])
+    assert device.operation_seconds == pytest.approx(1 / rates["operations"])
+
+
+def test_groups_of_two_sizes_give_the_time_of_a_hop(tmp_path: Path) -> None:
+    measured = [
+        {"collective": "all_gather", "ranks": ranks, "bytes": size, "seconds": 1e-3 + 5e-4 * (ranks - 2) + size / 1e9}
+        for ranks in (2, 4)
+        for size in (2**16, 2**20, 2**24)
+    ]
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        yaml.safe_dump({"memory": 1e9, "memory_bandwidth": 1e9, "flops": {"float32": 1e9}, "collectives": measured})
+    )
+    device = find_device(str(path))
+    assert (device.inner_latency, device.hop_seconds) == (pytest.approx(1e-3), pytest.approx(5e-4))
+    assert device.links("all_gather", 1, 8).latency == pytest.approx(4e-3)
 
 
 def test_one_node_and_one_size_are_enough(tmp_path: Path) -> None:

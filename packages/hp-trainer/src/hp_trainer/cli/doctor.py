@@ -9,6 +9,7 @@ import socket
 import textwrap
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -216,8 +217,8 @@ def _describe_links(found: Examination) -> Iterator[str]:
         yield from _row("", f"hp_dtensor.Links({latency=}, {bandwidth=})")
     label = "all-gathers"
     for each in found.overlaps:
-        text = f"{each.axis}, {each.num_bytes / 2**10:,.0f} KiB: {each.idle * 1e3:.3g} ms; products of "
-        yield from _row(label, f"{text}{each.product * 1e3:.3g} ms meanwhile: both {each.both * 1e3:.3g} ms")
+        text = f"{each.axis}, {each.num_bytes / 2**10:,.0f} KiB: {each.waited * 1e3:.3g} ms after products "
+        yield from _row(label, f"{text}of {each.product * 1e3:.3g} ms; both at once {each.both * 1e3:.3g} ms")
         label = ""
 
 
@@ -278,31 +279,32 @@ def _without_names(text: str, found: Examination | None) -> str:
 
 def _device_file(found: Examination) -> str:
     """Return the figures as a device file, whose products and collectives a plan fits rates to."""
-    facts = found.facts[0]
-    local = len(machines_of(found.facts)[0])
+    facts, local = found.facts[0], len(members := machines_of(found.facts)[0])
+    is_host = facts.device_type == "cpu"
     fields: dict[str, Any] = {
         "name": facts.device,
         "memory": facts.device_memory,
         "memory_bandwidth": found.copy_bandwidth,
         "host_bandwidth": found.host_bandwidth,
         "ranks_per_node": local,
-        "is_host": facts.device_type == "cpu",
+        "is_host": is_host,
     }
-    if fields["is_host"]:
-        # More ranks than were measured would share the processors.
-        fields["processors"] = local
+    if is_host:
+        # Ranks with several threads have several processors each.
+        fields["processors"] = min(local, count_processors([found.facts[rank] for rank in members]))
     fields["products"] = [
         {**dict(zip(("rows", "inputs", "outputs"), each.shape, strict=True)), "dtype": each.dtype, "seconds": seconds}
         for each in found.products
         for seconds in [2 * math.prod(each.shape) / each.flops]
     ]
+    fields["blocks"] = [{"dtype": "float32", **asdict(each)} for each in found.blocks]
     fields["collectives"] = [
         {
             "collective": "all_gather",
             "ranks": each.ranks,
             "nodes": each.machines,
             "bytes": each.num_bytes,
-            "seconds": each.idle,
+            "seconds": each.waited,
             "product_seconds": each.product,
             "both_seconds": each.both,
         }

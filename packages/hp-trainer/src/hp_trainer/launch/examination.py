@@ -11,22 +11,29 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hp_dtensor.comm.links import Links, all_gather_seconds, measure_group, measure_links
+from hp_dtensor.comm.links import Links, measure_group, measure_links
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.placements import Replicate, Shard
+from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.launch.machine import Pair, RankFacts, find_facts, machines_of
+from hp_trainer.models.decoder import DecoderConfig, build_decoder
 
 # Rows, inner size and columns of products, by increasing work.
 _SHAPES = ((256, 256, 256), (1024, 1024, 1024), (4096, 1024, 4096), (8192, 8192, 8192))
 _DTYPES = ("float32", "bfloat16", "float16")
 # A shape is left out if it would take longer than this at the rate of the shape before.
 _LONGEST_PRODUCT = 0.25
+# Width, samples and tokens of decoders with two blocks and a head: each pair of them differs in the share of products,
+# attention, cheap operations and single operations in the time.
+_BLOCKS = ((128, 4, 256), (256, 1, 256), (256, 4, 256), (256, 1, 1024), (512, 2, 256))
 _COPIED_BYTES = 2**26
 _COLLECTIVE_BYTES = (2**16, 2**20, 2**24)
 _MOST_GATHERED_BYTES = 2**28
+_MOST_ROUNDS = 4
 _SUITE = "hp_dtensor.testing.conformance"
 _CHECKED_DTYPES = ("float32", "bfloat16", "int64")
 
@@ -41,19 +48,36 @@ class Product:
 
 
 @dataclass(frozen=True)
+class Block:
+    """Seconds of forward and backward of a decoder, on the slowest rank while all ranks compute.
+
+    Attributes:
+        hidden_size: width; the hidden width of a dense network is three times as large.
+        batch, length: samples, and tokens of each.
+    """
+
+    hidden_size: int
+    batch: int
+    length: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Overlap:
-    """Seconds of an all-gather along an axis, of products of about that time, and of both at the same time.
+    """Seconds of an all-gather of sequence shards along an axis, and of products of about its time.
 
     Attributes:
         ranks, machines: ranks that take part, and the machines that they are on.
         num_bytes: bytes that each rank sends.
+        waited: what the all-gather adds to products before it; ranks arrive at different times.
+        product, both: the products alone, and at the same time as an all-gather of as many bytes of weights.
     """
 
     axis: str
     ranks: int
     machines: int
     num_bytes: int
-    idle: float
+    waited: float
     product: float
     both: float
 
@@ -74,6 +98,7 @@ class Examination:
     Attributes:
         facts: of each rank.
         rates: of each rank, its fastest product of the first dtype in operations per second.
+        blocks: of decoders in float32, on CPUs only.
         copy_bandwidth: bytes read and written per second by copies in the memory of the device.
         host_bandwidth: bytes per second from the device to its host.
         axes: names and sizes of the axes of the mesh of all ranks.
@@ -84,6 +109,7 @@ class Examination:
     facts: tuple[RankFacts, ...]
     products: tuple[Product, ...]
     rates: tuple[float, ...]
+    blocks: tuple[Block, ...]
     copy_bandwidth: float
     host_bandwidth: float
     axes: dict[str, int]
@@ -125,6 +151,7 @@ def examine(platform_name: str) -> Examination:
             if all((dtype, *shape) in each for each in of_ranks)
         ),
         rates=tuple(max(flops for (dtype, *_), flops in each.items() if dtype == first) for each in of_ranks),
+        blocks=tuple(_blocks(platform, world)),
         copy_bandwidth=copies[0],
         host_bandwidth=copies[1],
         axes=dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
@@ -141,15 +168,25 @@ def _gathered(world: World, value: Any) -> list[Any]:
 
 
 def _seconds(platform: Platform, run: Callable[[], Any], repeats: int = 3) -> float:
-    """Return the time of the fastest of several runs, after one that compiles and allocates."""
+    """Return the time of the fastest of several runs, after one that compiles and allocates.
+
+    On a CPU, processor time counts where it is less: ranks that share a processor, and other programs, do not lengthen
+    it. A computation by several threads takes less time than processor time.
+    """
+    is_cpu = platform.device_types[0] == "cpu"
+    return min(min(each) if is_cpu else each[0] for each in _timed(platform, run, repeats))
+
+
+def _timed(platform: Platform, run: Callable[[], Any], repeats: int = 3) -> list[tuple[float, float]]:
+    """Return the seconds and processor seconds of several runs, after one that is not counted."""
     times = []
     for _ in range(repeats + 1):
         platform.synchronize()
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         run()
         platform.synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return times[1:]
 
 
 def _products(platform: Platform) -> Iterator[tuple[str, list[int], float]]:
@@ -176,11 +213,34 @@ def _product(platform: Platform, dtype_name: str, shape: Sequence[int]) -> Calla
     return lambda: ops.matmul(x, y)
 
 
+def _blocks(platform: Platform, world: World) -> Iterator[Block]:
+    """Measure forward and backward of decoders of several sizes, on all ranks at once."""
+    if platform.device_types[0] != "cpu":
+        return
+    for hidden_size, batch, length in _BLOCKS:
+        model = build_decoder(block_options(hidden_size), platform)
+        ids = platform.zeros((batch, length), platform.dtype("int64"))
+
+        def run(model: Any = model, ids: Any = ids) -> None:
+            platform.backward(model(ids, ids))
+
+        world.all.barrier()
+        yield Block(hidden_size, batch, length, _slowest(world, _seconds(platform, run)))
+
+
+def block_options(hidden_size: int) -> DecoderConfig:
+    """Return the options of the decoders that are measured."""
+    heads = hidden_size // 64
+    sizes: dict[str, Any] = {"vocab_size": 2048, "num_hidden_layers": 2, "hidden_size": hidden_size, "head_dim": 64}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": 3 * hidden_size}
+    return DecoderConfig(**sizes)
+
+
 def _copy_bandwidths(platform: Platform) -> list[float]:
     """Return the bytes per second of copies in the device's memory, and from there to the host."""
-    x = platform.ops.ones((_COPIED_BYTES // 4,), platform.dtype("float32"))
+    x, target = (platform.ops.ones((_COPIED_BYTES // 4,), platform.dtype("float32")) for _ in range(2))
     # Each byte is read and written.
-    copied = 2 * _COPIED_BYTES / _seconds(platform, lambda: platform.ops.clone(x))
+    copied = 2 * _COPIED_BYTES / _seconds(platform, lambda: platform.copy_(target, x))
     if platform.device_types[0] == "cpu":
         return [copied, copied]
     return [copied, _COPIED_BYTES / _seconds(platform, lambda: platform.to_numpy(x))]
@@ -214,25 +274,64 @@ def _pairs(world: World, num_bytes: int) -> Iterator[Pair]:
 
 
 def _overlaps(platform: Platform, mesh: DeviceMesh, facts: Sequence[RankFacts]) -> Iterator[Overlap]:
-    """Measure all-gathers of three sizes along each axis, idle and while the device multiplies matrices."""
+    """Measure exchanges of three sizes along each axis, and over pairs of ranks, with products beside them."""
     world = current_world(platform)
+    axes = [mesh[name] for name in mesh.mesh_dim_names if mesh[name].size() > 1]
+    if axes and axes[-1].size() > 2 and world.size % 2 == 0:
+        names = ("pairs", "pair")
+        axes.append(init_device_mesh(platform.device_types[0], (world.size // 2, 2), names, platform=platform)["pair"])
     product = _product(platform, "float32", _SHAPES[0])
     once = _slowest(world, _seconds(platform, product))
-    for axis, name in enumerate(mesh.mesh_dim_names):
-        group = mesh.group_along(axis)
-        machines = len({facts[rank].host for rank in group.ranks})
-        for num_bytes in _COLLECTIVE_BYTES if group.size > 1 else ():
-            size = min(num_bytes, _MOST_GATHERED_BYTES // group.size)
-            idle = _slowest(world, all_gather_seconds(group, size, repeats=3))
-            repeats = max(1, min(1000, int(_LONGEST_PRODUCT / once), round(idle / once)))
+    for axis in axes:
+        for num_bytes in _COLLECTIVE_BYTES:
+            yield _overlap(axis, min(num_bytes, _MOST_GATHERED_BYTES // axis.size()), product, once, facts)
 
-            def compute(repeats: int = repeats) -> None:
-                for _ in range(repeats):
-                    product()
 
-            alone = _slowest(world, _seconds(platform, compute))
-            both = _slowest(world, all_gather_seconds(group, size, repeats=3, meanwhile=compute))
-            yield Overlap(name, group.size, machines, size * (group.size - 1), idle, alone, both)
+def _overlap(
+    axis: DeviceMesh, num_bytes: int, product: Callable[[], Any], once: float, facts: Sequence[RankFacts]
+) -> Overlap:
+    """Measure exchanges of one size along an axis; `once` are the seconds of a product."""
+    platform, world, group = axis.platform, axis.world, axis.group_along(0)
+    flat = platform.zeros((num_bytes,), platform.dtype("uint8"))
+    rows = platform.ops.ones((4, num_bytes // 2**12, 2**8), platform.dtype("float32"))
+    sequences = DTensor.from_local(rows, axis, [Shard(1)])
+
+    def seconds(run: Callable[[], None], rounds: int = 1) -> float:
+        world.all.barrier()
+
+        def repeated() -> None:
+            for _ in range(rounds):
+                run()
+
+        times = _timed(platform, repeated)
+        return _slowest(world, min(each for each, _ in times)) / rounds
+
+    def exchange() -> None:
+        sequences.redistribute(placements=[Replicate()])
+
+    idle = seconds(exchange)
+    repeats = max(1, min(1000, int(_LONGEST_PRODUCT / once), round(idle / once)))
+    rounds = max(1, min(_MOST_ROUNDS, int(_LONGEST_PRODUCT / idle)))
+
+    def compute() -> None:
+        for _ in range(repeats):
+            product()
+
+    def wait() -> None:
+        compute()
+        exchange()
+
+    def prefetch() -> None:
+        # Into new memory, as weights are gathered.
+        output = platform.empty((num_bytes * group.size,), flat.dtype)
+        work = group.all_gather_into(output, flat, async_op=True)
+        compute()
+        work.wait()
+
+    alone, after, both = (seconds(run, rounds) for run in (compute, wait, prefetch))
+    machines = len({facts[rank].host for rank in group.ranks})
+    sent, waited = num_bytes * (group.size - 1), max(after - alone, idle / 10)
+    return Overlap(axis.mesh_dim_names[0], group.size, machines, sent, waited, alone, both)
 
 
 def _slowest(world: World, seconds: float) -> float:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import field, fields
 from importlib.resources import files
 from pathlib import Path
@@ -21,6 +20,10 @@ from pydantic.dataclasses import dataclass
 from hp_dtensor.comm.links import Links
 from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import PlanError
+from hp_trainer.launch.examination import block_options
+from hp_trainer.models.estimates import MicroBatchShape
+from hp_trainer.models.recomputation import NOTHING_RECOMPUTED
+from hp_trainer.planning.memory import LayerCost, Work, sum_of
 from hp_trainer.sizes import parse_size
 
 _POINT_TO_POINT = ("all_to_all", "exchange", "send")
@@ -66,6 +69,7 @@ class Device:
         inner_bandwidth: bytes per second that a rank sends within a node.
         outer_bandwidth: bytes per second that a rank sends to other nodes.
         inner_latency, outer_latency: least seconds of a collective within a node, and across nodes.
+        hop_seconds: what each rank beyond two adds to the latency of a collective.
         host_bandwidth: bytes per second between the device and its host, each way (16 lanes of PCIe 4 by default).
         efficiency: share of `flops` that large products reach. Smaller ones also wait for their operands.
         attention_efficiency: share of `flops` that fused attention reaches, of the operations that a causal mask lets
@@ -91,6 +95,7 @@ class Device:
     outer_bandwidth: _Positive
     inner_latency: _Positive = 1e-5
     outer_latency: _Positive = 3e-5
+    hop_seconds: _Seconds = 0.0
     host_bandwidth: _Positive = 25e9
     efficiency: Annotated[_Positive, Field(le=1)] = 0.6
     attention_efficiency: Annotated[_Positive, Field(le=1)] = 0.4
@@ -105,14 +110,20 @@ class Device:
     processors: Annotated[int, BeforeValidator(_number), Field(ge=1)] | None = None
     is_host: StrictBool = False
 
+    def processor_share(self, world_size: int) -> float:
+        """Return the share of a processor that each of so many ranks has."""
+        ranks = min(world_size, self.ranks_per_node)
+        return 1.0 if self.processors is None else min(1.0, self.processors / ranks)
+
     def links(self, collective: str, stride: int, size: int) -> Links:
         """Return the links of a collective over `size` ranks whose numbers in the job are `stride` apart.
 
         Within a node links are fast, and all ranks of a node share its links to other nodes.
         """
         inside = min(size, max(1, self.ranks_per_node // stride))
+        hops = (size - 2) * self.hop_seconds
         if inside == size:
-            return Links(self.inner_latency, self.inner_bandwidth * self.link_efficiency)
+            return Links(self.inner_latency + hops, self.inner_bandwidth * self.link_efficiency)
         if collective in _POINT_TO_POINT:
             # Each rank sends equal shares to all others, of which `inside - 1` are in its node.
             near = (inside - 1) / (size - 1)
@@ -120,7 +131,7 @@ class Device:
         else:
             # A ring enters and leaves each node once, so it can use the outer links of all its ranks of a node.
             bandwidth = min(self.inner_bandwidth, self.outer_bandwidth * inside)
-        return Links(self.outer_latency, bandwidth * self.link_efficiency)
+        return Links(self.outer_latency + hops, bandwidth * self.link_efficiency)
 
 
 @functools.cache
@@ -222,6 +233,26 @@ class MeasuredProduct:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+class MeasuredBlock:
+    """The time of forward and backward of a decoder of `block_options`, in a device file."""
+
+    dtype: _Dtype
+    hidden_size: Annotated[int, BeforeValidator(_number), Field(ge=64)]
+    batch: Annotated[int, BeforeValidator(_number), Field(ge=1)]
+    length: Annotated[int, BeforeValidator(_number), Field(ge=1)]
+    seconds: _Positive
+
+    @property
+    def work(self) -> Work:
+        """What forward and backward compute."""
+        model = block_options(self.hidden_size).estimates()
+        sizes = MicroBatchShape(batch=self.batch, length=self.length, dtype=self.dtype)
+        activations = model.activations(sizes)
+        cost = sum_of([LayerCost.of(each, NOTHING_RECOMPUTED) for each in activations.blocks])
+        return Work.of(model.flops(sizes, range(model.num_layers), head=True), cost, activations.head)
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class MeasuredCollective:
     """The time of one collective, in a device file.
 
@@ -254,13 +285,28 @@ def fit_products(products: Iterable[MeasuredProduct], memory_bandwidth: float) -
     by_dtype: dict[str, list[MeasuredProduct]] = {}
     for each in products:
         by_dtype.setdefault(each.dtype, []).append(each)
-    fitted = {
-        dtype: _line([(x.flops, x.seconds - min(x.bytes / memory_bandwidth, x.seconds / 2)) for x in of_dtype])
-        for dtype, of_dtype in by_dtype.items()
-    }
-    operation = min((least for least, _ in fitted.values()), default=0.0)
+    fitted: dict[str, list[float]] = {}
+    for dtype, every in by_dtype.items():
+        # At least half of the time is that of the operations.
+        seconds = [x.seconds - min(x.bytes / memory_bandwidth, x.seconds / 2) for x in every]
+        fitted[dtype] = _fit([[1.0, x.flops] for x in every], seconds)
     rates = {dtype: 1 / each for dtype, (_, each) in fitted.items()}
-    return {"flops": rates, "operation_seconds": operation, "efficiency": 1.0} if rates else {}
+    least = min((each for each, _ in fitted.values()), default=0.0)
+    return {"flops": rates, "operation_seconds": least, "efficiency": 1.0} if rates else {}
+
+
+def fit_blocks(blocks: Sequence[MeasuredBlock], memory_bandwidth: float) -> dict[str, Any]:
+    """Return the fields of `Device` with which measured blocks of one dtype take the measured times."""
+    works = [each.work for each in blocks]
+    seconds = [x.seconds - (w.operands + w.loss) / memory_bandwidth for x, w in zip(blocks, works, strict=True)]
+    rows = [[w.operations, w.attention, w.saved, w.products] for w in works]
+    operation, attention, saved, product = _fit(rows, seconds)
+    return {
+        "flops": {blocks[0].dtype: 1 / product},
+        "operation_seconds": operation,
+        "attention_efficiency": min(1.0, product / attention) if attention else 1.0,
+        "traffic": max(saved * memory_bandwidth, 1e-3),
+    }
 
 
 def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]:
@@ -269,8 +315,12 @@ def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]
     found: dict[str, Any] = {"link_efficiency": 1.0} if every else {}
     for where, chosen in (("inner", [x for x in every if x.nodes == 1]), ("outer", [x for x in every if x.nodes > 1])):
         if chosen:
-            latency, second_per_byte = _line([(x.bytes, x.seconds) for x in chosen])
-            found |= {f"{where}_latency": max(latency, 1e-9), f"{where}_bandwidth": 1 / second_per_byte}
+            # Groups of one size do not tell what another rank adds.
+            several = len({x.ranks for x in chosen}) > 1
+            units = [[several * (x.ranks - 2), 1.0, x.bytes] for x in chosen]
+            hop, latency, byte = _fit(units, [x.seconds for x in chosen])
+            found |= {f"{where}_latency": max(latency, 1e-9), f"{where}_bandwidth": 1 / byte}
+            found["hop_seconds"] = max(hop, found.get("hop_seconds", 0.0))
     if "outer_bandwidth" not in found and "inner_bandwidth" in found:
         # One node was measured, and no others are known.
         found |= {"outer_latency": found["inner_latency"], "outer_bandwidth": found["inner_bandwidth"]}
@@ -281,18 +331,24 @@ def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]
     return found | ({"hidden": {name: float(np.median(each)) for name, each in shares.items()}} if shares else {})
 
 
-def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Return (least seconds, seconds per unit) of a line through (units, seconds), each weighted by its own time.
+def _fit(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Return the seconds of a unit of each kind, none of them negative, with the least relative errors.
 
-    Neither is negative: one point, or points that a line with a negative start fits best, have no least seconds.
+    Args:
+        units: for each measurement the units of each kind. The last kind is the one that takes time in any case.
     """
-    units, seconds = np.array(points, float).T
-    if len(points) > 1:
-        rows = np.stack([1 / seconds, units / seconds], axis=1)
-        least, each = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
-        if least > 0 and each > 0:
-            return float(least), float(each)
-    return 0.0, float(np.mean(seconds / units))
+    rows = np.array(units, float) / np.array(seconds, float)[:, None]
+    scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+    # Fewer measurements than kinds determine the last kinds only.
+    kinds = [kind for kind in range(max(0, len(units[0]) - len(units)), len(units[0])) if rows[:, kind].any()]
+    while True:
+        found = np.linalg.lstsq(rows[:, kinds] / scale[kinds], np.ones(len(rows)), rcond=None)[0]
+        if found.min() > 0 or len(kinds) == 1:
+            break
+        kinds.pop(int(found[:-1].argmin()))
+    result = np.zeros(len(units[0]))
+    result[kinds] = found / scale[kinds]
+    return [float(each) for each in result]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,11 +356,24 @@ class _Measured:
     """The measurements of a device file."""
 
     products: tuple[MeasuredProduct, ...] = ()
+    blocks: tuple[MeasuredBlock, ...] = ()
     collectives: tuple[MeasuredCollective, ...] = ()
 
 
 def _fields() -> str:
     return ", ".join(each.name for each in (*fields(Device), *fields(_Measured)))
+
+
+def _fitted(measured: _Measured, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Device` with which everything takes the measured times."""
+    found = fit_collectives(measured.collectives)
+    if measured.products or measured.blocks:
+        bandwidth = TypeAdapter(_Positive).validate_python(given.get("memory_bandwidth"))
+        found |= fit_products(measured.products, bandwidth)
+        if measured.blocks:
+            blocks = fit_blocks(measured.blocks, bandwidth)
+            found |= {**blocks, "flops": found.get("flops", {}) | blocks["flops"], "efficiency": 1.0}
+    return found
 
 
 def _read(path: Path) -> Device:
@@ -317,11 +386,8 @@ def _read(path: Path) -> Device:
     lists = {each.name: given.pop(each.name) for each in fields(_Measured) if each.name in given}
     try:
         measured = TypeAdapter(_Measured).validate_python(lists)
-        bandwidth = given.get("memory_bandwidth")
-        bandwidth = TypeAdapter(_Positive).validate_python(bandwidth) if measured.products else math.inf
         # What the file states goes before what its measurements give.
-        fitted = {**fit_products(measured.products, bandwidth), **fit_collectives(measured.collectives)}
-        return TypeAdapter(Device).validate_python({"name": path.stem, **fitted, **given})
+        return TypeAdapter(Device).validate_python({"name": path.stem, **_fitted(measured, given), **given})
     except ValidationError as error:
         found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
         problems = [f"{name or 'memory_bandwidth'}: {what.removeprefix('Value error, ')}" for name, what in found]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -361,7 +361,39 @@ class LayerCost:
         )
 
 
+class Work(NamedTuple):
+    """Forward and backward of one micro-batch on one rank, in the units of a device's rates.
+
+    Attributes:
+        products, attention: operations of matrix products, and of fused attention.
+        operands: bytes of the operands and results of products.
+        loss: bytes of the tensors of the loss, read and written.
+        saved: bytes that autograd saves of blocks, which cheap operations read and write several times.
+        operations: number of operations.
+    """
+
+    products: float
+    attention: float
+    operands: float
+    loss: float
+    saved: float
+    operations: float
+
+    @classmethod
+    def of(cls, flops: float, cost: LayerCost, head: BlockActivations | None) -> Work:
+        """Return the work of blocks with these operations and costs in sum, and of the head and the loss."""
+        loss = 0.0 if head is None else 2 * (head.saved() + head.working)
+        # Backward has two products for each one of forward. Fused attention computes its scores once more there.
+        products, attention = flops - 3 * cost.attention_flops, 3.5 * cost.attention_flops
+        return cls(products, attention, 3 * cost.operands, loss, cost.saved_by_autograd, 3 * cost.operations)
+
+
 _NOTHING = LayerCost(**dict.fromkeys((field.name for field in fields(LayerCost)), 0.0))
+
+
+def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
+    """Return the sums of the costs of several blocks."""
+    return LayerCost(**{each.name: sum(getattr(cost, each.name) for cost in costs) for each in fields(LayerCost)})
 
 
 def layer_costs(shape: StepShape) -> list[LayerCost]:
@@ -380,13 +412,9 @@ def layer_costs(shape: StepShape) -> list[LayerCost]:
 def stage_cost(shape: StepShape, stage: StageBuffers) -> LayerCost:
     """Return the sums of the costs of the blocks on one rank of the pipeline, for one micro-batch."""
 
-    def compute() -> LayerCost:
-        every = layer_costs(shape)
-        costs = [every[layer] for layer in stage.layers]
-        return LayerCost(**{each.name: sum(getattr(cost, each.name) for cost in costs) for each in fields(LayerCost)})
-
     key = "stage cost", shape.micro_batch_shape, recompute_key(shape), stage.layers
-    return shape.shared(key, compute)
+    every = layer_costs(shape)
+    return shape.shared(key, lambda: sum_of([every[layer] for layer in stage.layers]))
 
 
 def _update_bytes(shape: StepShape, stage: StageBuffers) -> float:

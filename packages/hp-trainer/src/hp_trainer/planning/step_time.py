@@ -14,7 +14,7 @@ from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.pipeline import ActionSeconds
 from hp_trainer.planning.devices import Device
-from hp_trainer.planning.memory import layer_costs, stage_cost
+from hp_trainer.planning.memory import Work, layer_costs, stage_cost
 from hp_trainer.planning.pipeline import bubble
 from hp_trainer.planning.shapes import StageBuffers, StepShape, activations_of
 from hp_trainer.planning.traffic import message_bytes, stage_traffic
@@ -87,25 +87,17 @@ class Computation:
 
 def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Computation:
     """Return the time in which one rank of the pipeline computes."""
-    count, cost, rates, sizes = (
-        shape.num_microbatches,
-        stage_cost(shape, stage),
-        _Rates.of(shape, device),
-        shape.micro_batch_shape,
+    count, sizes, rates = shape.num_microbatches, shape.micro_batch_shape, _Rates.of(shape, device)
+    cost = stage_cost(shape, stage)
+    flops = shape.shared(
+        ("flops", sizes, stage.layers, stage.head),
+        lambda: shape.model.flops(sizes, stage.layers, head=stage.head),
     )
-    attention = count * cost.attention_flops
-    key = "flops", sizes, stage.layers, stage.head
-    flops = count * shape.shared(key, lambda: shape.model.flops(sizes, stage.layers, head=stage.head))
-    operands = count * cost.operands
-    # Backward has two products for each one of forward. Fused attention computes its scores once more there.
-    products = (
-        (flops - 3 * attention) / rates.products + 3 * operands / rates.memory + 3.5 * attention / rates.attention
-    )
-    saved = count * cost.saved_by_autograd
-    head = activations_of(shape).head if stage.head else None
-    loss = 0.0 if head is None else 2 * count * (head.saved() + head.working)
-    fixed = count * (device.forward_seconds + 3 * device.operation_seconds * cost.operations)
-    memory = (rates.traffic * saved + loss) / rates.memory + fixed
+    work = Work.of(flops, cost, activations_of(shape).head if stage.head else None)
+    linear = count * (work.products / rates.products + work.operands / rates.memory)
+    products = linear + count * work.attention / rates.attention
+    fixed = device.forward_seconds + device.operation_seconds * work.operations
+    memory = count * ((work.loss + rates.traffic * work.saved) / rates.memory + fixed)
     again = count * cost.recomputed_attention_flops
     repeated = count * cost.recomputed_flops - again
     recomputation = repeated / rates.products + again / rates.attention
@@ -129,7 +121,7 @@ def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Com
         offload=max(0.0, copied - forward) + max(0.0, copied - (busy - forward)),
         forward=forward,
         # Attention has no weights. Where blocks are recomputed, all gradients are computed together.
-        weight_grad=0.0 if shape.recomputes else (flops / 3 - attention) / rates.products,
+        weight_grad=0.0 if shape.recomputes else count * work.products / 3 / rates.products,
     )
 
 
@@ -178,8 +170,7 @@ class _Rates:
         slowest = min(device.flops.values())
         rate = device.flops.get(training.dtype, slowest)
         linear = rate if device.products_dtype is None else device.flops.get(device.products_dtype, slowest)
-        ranks = min(dims.world_size, device.ranks_per_node)
-        share = 1.0 if device.processors is None else min(1.0, device.processors / ranks)
+        share = device.processor_share(dims.world_size)
         is_ring = dims.cp_enabled and shape.micro_batch_shape.cp_method != "ulysses"
         # Of the blocks that a rank computes, one is of its own keys.
         blocks = (1 + (dims.cp - 1) / device.ring_efficiency) / dims.cp if is_ring else 1.0
@@ -238,9 +229,11 @@ def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_
     # Rounded to quarters, so that layouts with nearly the same times share a simulation.
     seconds = ActionSeconds(input_grad=round(4 * input_grad) / 4, weight_grad=round(4 * weight) / 4)
     settings = shape.config.pipeline
-    share = bubble(settings.schedule, shape.dims.pp, shape.num_microbatches, settings.stages_per_rank, seconds)
+    bubbles = bubble(settings.schedule, shape.dims.pp, shape.num_microbatches, settings.stages_per_rank, seconds)
+    # Where ranks share processors, the others compute while one waits.
+    idle = max(0.0, (1 + bubbles) * device.processor_share(shape.dims.world_size) - 1) * busy
     # The second term is a message through all ranks and back.
-    return share * busy + 2 * (shape.dims.pp - 1) * hop
+    return idle + 2 * (shape.dims.pp - 1) * hop
 
 
 # Links ---------------------------------------------------------------------------------------------------
