@@ -1,7 +1,7 @@
 """Steps of torch's elementwise optimizers on local data, at the cost of plain tensors.
 
 Such a step computes each element from its own gradient and state. If all of these have the parameter's layout, the step
-on DTensors equals the step on their local data: it runs inside `LocalOperations`, where nothing is intercepted. Other
+on DTensors equals the step on their local data: during it they are plain tensors, and nothing is intercepted. Other
 steps, such as the first one, which creates the state, are intercepted operation by operation.
 
 Two things are cached between steps: the layouts (`_Plan`), and what torch's `_init_group` collects in its loop over the
@@ -45,8 +45,6 @@ _ELEMENTWISE = frozenset(
         optim.SGD,
     }
 )
-# Classes of parameters and gradients (None: there is none) in a local step; others may intercept operations too.
-_CLASSES = frozenset({Tensor, torch.nn.Parameter, TorchDTensor, type(None)})
 _local_grad = torch.Tensor.grad.__get__
 _spec = operator.attrgetter("_spec")
 
@@ -92,22 +90,20 @@ class _StandIn:
 
 def take_step(optimizer: optim.Optimizer) -> None:
     step = _without_hooks(type(optimizer))
-    plan, grads = _all_local(optimizer)
+    plan, tensors = _all_local(optimizer)
     if plan is None:
         step(optimizer)
         return
-    # As an attribute of the instance it hides the method, and `step` calls it instead.
-    optimizer._init_group = plan.collector(optimizer, grads)  # type: ignore[attr-defined]
+    # As an attribute of the instance it hides the method, and `step` calls it instead. The classes change, not the
+    # objects: the parameters are keys of the state, and others refer to them.
+    optimizer._init_group = plan.collector(optimizer)  # type: ignore[attr-defined]
     try:
-        # Torch chooses between its kernels by the classes of parameters. These change, not the objects, which are keys
-        # of the state.
-        for x in plan.parameters:
+        for x in tensors:
             x.__class__ = Tensor
-        with LocalOperations():
-            step(optimizer)
+        step(optimizer)
     finally:
         del optimizer._init_group  # type: ignore[attr-defined]
-        for x in plan.parameters:
+        for x in tensors:
             x.__class__ = TorchDTensor
 
 
@@ -118,17 +114,17 @@ def _without_hooks(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], A
 
 
 def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any]]:
-    """Return the plan of a step that needs local data only, and the gradients of its DTensors; else (None, [])."""
+    """Return the plan of a step that needs local data only, and its DTensors; otherwise (None, [])."""
     for group in optimizer.param_groups:
         # A differentiable step must be recorded on DTensors, and a DTensor as learning rate may be partial.
         if group["differentiable"] or TorchDTensor in map(type, (*group.values(), *group.get("betas", ()))):
             return None, []
     plan = optimizer.__dict__.get("_local_step")
-    grads = None if plan is None else plan.gradients(optimizer)
-    if grads is None:
+    tensors = None if plan is None else plan.tensors(optimizer)
+    if tensors is None:
         plan = optimizer._local_step = _plan(optimizer)  # type: ignore[attr-defined]
-        grads = None if plan is None else plan.gradients(optimizer)
-    return (None, []) if grads is None else (plan, grads)
+        tensors = None if plan is None else plan.tensors(optimizer)
+    return (None, []) if tensors is None else (plan, tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,34 +151,33 @@ class _Plan:
     needed: list[str | None]
     collected: dict[int, _Collected] = field(default_factory=dict)
 
-    def gradients(self, optimizer: optim.Optimizer) -> list[Any] | None:
-        """Return the gradients of `parameters`; None if something changed, or a gradient has another layout."""
+    def tensors(self, optimizer: optim.Optimizer) -> list[Any] | None:
+        """Return all DTensors of a step; None if something changed, or a gradient has another layout."""
         state = optimizer.state
         if self.needed != _needed(optimizer) or not (
             _are_same(self.given, _given(optimizer)) and _are_same(self.owners, state)
         ):
             return None
-        if _specs(self.parameters + _in_slots(state, self.slots)) != self.specs:
+        found = self.parameters + _in_slots(state, self.slots)
+        if _specs(found) != self.specs:
             return None
+        if len(self.parameters) < len(self.given):
+            found = list(filter(_is_dtensor, found))
+        return self._with_grads(found)
+
+    def _with_grads(self, found: list[Any]) -> list[Any] | None:
         if self.without_state and any(x.grad is not None for x in self.without_state):
             return None
         with LocalOperations():
             grads = list(map(_local_grad, self.parameters))
         if type(None) in map(type, grads):
             grads = [x.grad for x in self.parameters]  # also fetches gradients that are stored elsewhere (offloaded)
-        # A pending gradient would not be waited for inside `LocalOperations`, and other classes would not be asked.
-        if not _CLASSES.issuperset(map(type, grads)):
-            return None
         distributed = [x for x in grads if type(x) is TorchDTensor]
         fit = _specs(distributed) == self.specs[: len(grads)] or all(map(_fits, grads, self.specs))
-        return grads if fit else None
+        return found + distributed if fit else None
 
-    def collector(self, optimizer: optim.Optimizer, grads_of_all: list[Any]) -> Callable[..., Any]:
-        """Return a replacement of `_init_group` for one step, which calls it for the groups in their order.
-
-        Args:
-            grads_of_all: the result of `gradients`.
-        """
+    def collector(self, optimizer: optim.Optimizer) -> Callable[..., Any]:
+        """Return a replacement of `_init_group` for one step, which calls it for the groups in their order."""
         # From the class: the instance's attribute is the replacement.
         first = type(optimizer)._init_group.__get__(optimizer)  # type: ignore[attr-defined]
         if len(self.parameters) < len(self.given) or (self.owners and not _are_same(self.given, self.owners)):
@@ -192,12 +187,9 @@ class _Plan:
         def collect(group: Mapping[str, Any], params: list[Any], grads: list[Any], *lists: list[Any]) -> Any:
             nonlocal begin
             number, end = next(numbers), begin + len(group["params"])
-            own, given, begin = states[begin:end], grads_of_all[begin:end], end
+            own, begin = states[begin:end], end
             known, options = self.collected.get(number), _options(group)
-            if known is not None and known.options == options and _are_dense(given):
-                params += group["params"]
-                grads += given
-                known.fill(own, lists)
+            if known is not None and known.options == options and known.fill(group, own, params, grads, lists):
                 return known.result
             result = first(group, params, grads, *lists)
             names = _names(own, lists)
@@ -222,11 +214,24 @@ class _Collected:
     names: list[str | None]
     result: Any
 
-    def fill(self, states: Sequence[Mapping[str, Any]], lists: Sequence[list[Any]]) -> None:
-        """Fill the lists of state tensors as in the step before."""
+    def fill(
+        self,
+        group: Mapping[str, Any],
+        states: Sequence[Mapping[str, Any]],
+        params: list[Any],
+        grads: list[Any],
+        lists: Sequence[list[Any]],
+    ) -> bool:
+        """Fill the lists as in the step before; do nothing and return False if gradients are missing or sparse."""
+        dense = [grad for x in group["params"] if (grad := x.grad) is not None and not grad.is_sparse]
+        if len(dense) < len(group["params"]):
+            return False
+        params += group["params"]
+        grads += dense
         for values, name in zip(lists, self.names, strict=True):
             if name is not None:
                 values += [own[name] for own in states]
+        return True
 
 
 def _options(group: Mapping[str, Any]) -> list[Any]:
@@ -253,7 +258,7 @@ def _plan(optimizer: optim.Optimizer) -> _Plan | None:
     """Return the plan of the next step; None if it needs more than local data."""
     state, needed, given = optimizer.state, _needed(optimizer), _given(optimizer)
     parameters = list(filter(_is_dtensor, given))
-    if any(x._spec.is_partial for x in parameters) or not _CLASSES.issuperset(map(type, given)):
+    if any(x._spec.is_partial for x in parameters):
         return None
     slots = [_slots(x._spec, state[x]) for x in parameters if x in state] or [[]]
     if None in slots or any(found != slots[0] for found in slots):
@@ -307,11 +312,6 @@ def _fits(x: Any, spec: TensorSpec) -> bool:
     if type(x) is not TorchDTensor:
         return True
     return (x._spec.mesh, x._spec.placements, x._spec.shape) == (spec.mesh, spec.placements, spec.shape)
-
-
-def _are_dense(grads: Sequence[Tensor | None]) -> bool:
-    """Return True if all parameters have a gradient, and none is sparse."""
-    return not any(x is None or x.is_sparse for x in grads)
 
 
 def _is_dtensor(x: Any) -> bool:
