@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import engines
 import faults
 import numpy as np
 import object_store
@@ -52,10 +53,18 @@ class Campaign:
         folder: an empty folder; the working directory from now on.
         platform: name of the framework.
         layout, patience: of real ranks, see `ranks.cases`.
+        engine: what starts the ranks of `kills`.
     """
 
-    def __init__(self, folder: Path, platform: str, layout: str = "", patience: float = 1.0) -> None:
-        self.folder, self.platform, self.ranks = folder, platform, (layout, patience)
+    def __init__(
+        self,
+        folder: Path,
+        platform: str,
+        layout: str = "",
+        patience: float = 1.0,
+        engine: engines.Engine = engines.HP_TRAIN,
+    ) -> None:
+        self.folder, self.platform, self.ranks, self.engine = folder, platform, (layout, patience), engine
         self.survival = ranks.Survival()
         os.chdir(folder)
         letters = np.random.default_rng(3).choice(list("abcdefgh \n"), 2000)
@@ -276,7 +285,9 @@ FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
     "clock": Campaign.clocks,
     "ranks": lambda campaign: ranks.cases(campaign.folder, campaign.platform, *campaign.ranks),
     "deaths": lambda campaign: ranks.deaths(campaign.folder, campaign.platform, *campaign.ranks),
-    "kills": lambda campaign: ranks.kills(campaign.folder, campaign.platform, *campaign.ranks, campaign.survival),
+    "kills": lambda campaign: ranks.kills(
+        campaign.folder, campaign.platform, *campaign.ranks, campaign.survival, campaign.engine
+    ),
 }
 
 
@@ -288,16 +299,19 @@ def main() -> int:
     parser.add_argument("--layout", default="", help="of ranks: only layouts whose name holds this")
     parser.add_argument("--patience", type=float, default=1.0, help="of ranks: times the usual limits in seconds")
     parser.add_argument("--kills", type=int, default=100, help="of kills: deaths of ranks in all jobs, if time is left")
+    parser.add_argument("--engine", default="hp-train", choices=engines.ENGINES, help="of kills: what starts the ranks")
     options = parser.parse_args()
     names = options.only.split(",") if options.only else list(FAMILIES)
     if unknown := [name for name in names if name not in FAMILIES]:
         parser.error(f"there is no family {', '.join(unknown)}; there are: {', '.join(FAMILIES)}")
-    layouts = {**ranks.LAYOUTS, **ranks.RECOVERING, **ranks.KILLED}
+    layouts = [*ranks.LAYOUTS, *ranks.RECOVERING, *engines.layout_names(options.engine)]
     if not any(options.layout in name for name in layouts):
         parser.error(f"there is no layout {options.layout!r}; there are: {'; '.join(layouts)}")
     platform = get_platform().name
-    with tempfile.TemporaryDirectory() as folder:
-        campaign = Campaign(Path(folder).resolve(), platform, options.layout, options.patience)
+    if options.engine != "hp-train" and platform != "torch":
+        parser.error(f"ranks of {platform} are killed on hp-train alone")
+    with tempfile.TemporaryDirectory() as folder, engines.started(options.engine) as engine:
+        campaign = Campaign(Path(folder).resolve(), platform, options.layout, options.patience, engine)
         campaign.survival.wanted = options.kills
         if set(names) - {"ranks", "deaths", "kills"}:
             campaign.measure_variants()

@@ -8,7 +8,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from cases import REFUSED, SAME, STOPS, Case, Failure
+from engines import HP_TRAIN, Engine, Layout
 
 from hp_dtensor.launch.fork_server import RECORDS, environment_of
 from hp_trainer.metrics import read_metrics
@@ -74,20 +74,7 @@ RECOVERING = {
     "4 shards": ("--launch.local_ranks=4", "--fault_tolerance.copies=1"),
 }
 DEATHS = 5
-# Layouts of `kills`: a state comes from the partner's memory, or from a replica.
-KILLED = {
-    "2 shards with copies": ("--launch.local_ranks=2", "--fault_tolerance.copies=1"),
-    "2 replicas (HSDP) without copies": (
-        "--launch.local_ranks=2",
-        "--parallel.dp_replicate=2",
-        "--fault_tolerance.copies=0",
-    ),
-    "2 replicas of 2 shards (HSDP) without copies": (
-        "--launch.local_ranks=4",
-        "--parallel.dp_replicate=2",
-        "--fault_tolerance.copies=0",
-    ),
-}
+RECOVERY = ("--fault_tolerance.interval=3", "--fault_tolerance.max_deaths=1000")
 KILLS_OF_A_JOB, STEPS_BETWEEN = 12, 3
 _DIED = re.compile(r"rank (\d+) of \d+ has died \(SIGKILL\); (?:another process takes its place|all ranks start again)")
 START_SECONDS, END_SECONDS = 180, 240
@@ -109,14 +96,14 @@ class Ranks:
         self.expect(self.finish(self.start("--launch.local_ranks=1")), 0)
         self.curve = self.losses()
 
-    def start(self, *settings: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "hp_trainer", "run", "run.yaml", f"--run.folder={self.run}", *SETTINGS]
+    def start(self, *settings: str, engine: Engine = HP_TRAIN) -> subprocess.Popen[str]:
+        command, variables = engine.command(self.run, (*SETTINGS, *settings))
         # It marks the processes of this command, whose ranks lead groups of their own.
         self.mark = f"HP_CHAOS_COMMAND={time.monotonic_ns()}"
         name, value = self.mark.split("=")
         return subprocess.Popen(
-            [*command, *settings],
-            env={**os.environ, name: value, RECORDS: str(self.records)},
+            command,
+            env={**os.environ, **variables, name: value, RECORDS: str(self.records)},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -146,6 +133,23 @@ class Ranks:
             if {self.mark, *wanted} <= set(environment_of(pid, self.records)):
                 found.append(pid)
         return found
+
+    def titles(self) -> dict[int, str]:
+        """Return the command lines of the processes of the last command."""
+        found = {}
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+        return found
+
+    def rank_of(self, pid: int) -> int:
+        """Return the rank of a process; -1 if its environment does not name it."""
+        names = (each.partition("=") for each in environment_of(pid, self.records))
+        return next((int(value) for name, _, value in names if name == "RANK"), -1)
+
+    def num_starts(self) -> int:
+        """Return the number of starts that the metrics have."""
+        return sum(event["event"] == "start" for event in read_metrics(self.run / "metrics.jsonl"))
 
     def rank(self, rank: int) -> int | None:
         """Return the process of a rank; None before it has started."""
@@ -208,6 +212,16 @@ class Ranks:
             with contextlib.suppress(OSError):
                 held |= {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
         return {socket for socket in listening_sockets() if f"socket:[{socket}]" in held}
+
+    @contextlib.contextmanager
+    def in_folder(self, run: Path) -> Iterator[None]:
+        """Have the run in another folder inside the block, whose parent holds nothing else, and remove both."""
+        before, self.run = self.run, run
+        try:
+            yield
+        finally:
+            self.run = before
+            subprocess.run(["rm", "-rf", str(run.parent)], check=True)
 
     def clear(self) -> None:
         subprocess.run(["rm", "-rf", str(self.run)], check=True)
@@ -300,22 +314,23 @@ class Survival:
         return sum(self.deaths.values())
 
     def __str__(self) -> str:
-        ranks = ", ".join(f"{count} of rank {rank}" for rank, count in sorted(self.deaths.items()))
+        named = {rank: f"rank {rank}" if rank >= 0 else "unknown ranks" for rank in self.deaths}
+        ranks = ", ".join(f"{count} of {named[rank]}" for rank, count in sorted(self.deaths.items()))
         return "\n".join([*self.lines, f"{self.survived} of {self.total} SIGKILLs of ranks survived ({ranks})"])
 
 
-def kills(folder: Path, platform: str, layout: str, patience: float, counts: Survival) -> Iterator[Case]:
+def kills(
+    folder: Path, platform: str, layout: str, patience: float, counts: Survival, engine: Engine
+) -> Iterator[Case]:
     """Yield a job of each layout in turn, until as many ranks have died as `counts` wants."""
     ranks = Ranks(folder, platform, patience)
     undisturbed: dict[str, list[float]] = {}
-    chosen = {name: settings for name, settings in KILLED.items() if layout in name}
+    chosen = [each for each in engine.layouts if layout in each.name]
     while chosen:
-        for name, settings in chosen.items():
+        for each in chosen:
             if counts.total >= counts.wanted:
                 return
-            yield lambda random_, name=name, settings=settings: be_killed(
-                ranks, undisturbed, name, settings, counts, random_
-            )
+            yield lambda random_, each=each: be_killed(ranks, undisturbed, engine, each, counts, random_)
 
 
 def train_undisturbed(ranks: Ranks, layout: tuple[str, ...], num_steps: int) -> list[float] | None:
@@ -331,65 +346,81 @@ def train_undisturbed(ranks: Ranks, layout: tuple[str, ...], num_steps: int) -> 
 def be_killed(
     ranks: Ranks,
     undisturbed: dict[str, list[float]],
-    name: str,
-    layout: tuple[str, ...],
+    engine: Engine,
+    layout: Layout,
     counts: Survival,
     random_: random.Random,
 ) -> str:
-    """Kill processes of ranks at random moments of a job, then stop it: the same bits of each loss as without that.
+    """Kill ranks of a job at random moments, then stop it: the same bits of each loss as without that.
 
     Nothing is left: no process, listening socket, shared memory or incomplete checkpoint.
     """
-    settings = (*layout, "--fault_tolerance.interval=3", "--fault_tolerance.max_deaths=1000")
-    settings = (*settings, f"--fault_tolerance.spares={random_.randrange(2)}")
-    if name not in undisturbed:
-        found = train_undisturbed(ranks, settings, STEPS)
+    plain = (*layout.settings, f"--launch.local_ranks={layout.ranks}", *RECOVERY)
+    if layout.name not in undisturbed:
+        found = train_undisturbed(ranks, plain, STEPS)
         if found is None:
             return REFUSED
-        undisturbed[name] = found
-    ranks.clear()
+        undisturbed[layout.name] = found
     shared = set(os.listdir("/dev/shm"))
-    process = ranks.start(*settings, "--training.steps=1000000")
-    seconds, num_steps, sockets = kill_at_random(ranks, process, random_)
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    code, errors = ranks.finish(process)
-    died = [int(rank) for rank in _DIED.findall(errors)]
+    spares = f"--fault_tolerance.spares={random_.randrange(2)}"
+    settings = (*engine.launched(layout), *RECOVERY, spares, "--training.steps=1000000")
+    with ranks.in_folder(engine.run_folder(ranks.folder)):
+        process = ranks.start(*settings, engine=engine)
+        seconds, num_steps, sockets, made = kill_at_random(ranks, process, engine, layout, counts, random_)
+        is_stopped = engine.is_stopped or (lambda _: False)
+        for pid in [pid for pid, title in ranks.titles().items() if is_stopped(title)] or [process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        code, errors = ranks.finish(process)
+        losses, left, starts = ranks.losses(None), ranks.half_written(), ranks.num_starts()
+    died = [int(rank) for rank in _DIED.findall(errors)] if layout.goes_on else made
     for rank in died:
         counts.deaths[rank] = counts.deaths.get(rank, 0) + 1
-    ranks.expect((code, errors), 128 + signal.SIGTERM)
-    undisturbed[name] = expect_undisturbed(ranks, undisturbed[name], settings)
-    if left := [*ranks.half_written(), *(sockets & listening_sockets()), *left_in_shared_memory(shared)]:
+    ranks.expect((code, errors), *engine.codes)
+    if not layout.goes_on and starts != 1 + len(made):
+        raise Failure(f"{starts} starts with {len(made)} deaths: {errors[-800:]}")
+    undisturbed[layout.name] = expect_undisturbed(ranks, undisturbed[layout.name], plain, losses)
+    if left := [*left, *(sockets & listening_sockets()), *left_in_shared_memory(shared)]:
         raise Failure(f"left behind: {left}")
     counts.survived += len(died)
-    counts.lines.append(f"{name}: {len(died)} deaths of ranks in {seconds:.0f} s and {num_steps} steps")
+    jobs = f"{engine.name}, {layout.name}"
+    counts.lines.append(f"{jobs}: {len(died)} deaths of ranks in {seconds:.0f} s and {num_steps} steps")
     print(counts.lines[-1], flush=True)
     return SAME
 
 
-def kill_at_random(ranks: Ranks, process: subprocess.Popen[str], random_: random.Random) -> tuple[float, int, set[str]]:
-    """Kill processes of a job; return the seconds and the steps meanwhile, and the listening sockets seen."""
+def kill_at_random(
+    ranks: Ranks,
+    process: subprocess.Popen[str],
+    engine: Engine,
+    layout: Layout,
+    counts: Survival,
+    random_: random.Random,
+) -> tuple[float, int, set[str], list[int]]:
+    """Kill ranks of a job; return the seconds and steps meanwhile, the listening sockets seen, and the ranks killed."""
     ranks.wait_for_step(1, process)
-    started, first, sockets = time.monotonic(), ranks.newest_step(), set[str]()
-    for _ in range(KILLS_OF_A_JOB):
+    started, first, sockets, made = time.monotonic(), ranks.newest_step(), set[str](), list[int]()
+    for _ in range(min(KILLS_OF_A_JOB, counts.wanted - counts.total)):
         time.sleep(random_.random() * 0.5)
         sockets |= ranks.listening()
         ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
-        running = [pid for pid in ranks.processes() if pid != process.pid]
+        titles = ranks.titles().items()
+        running = [pid for pid, title in titles if pid != process.pid and engine.is_rank(title, layout.goes_on)]
+        pid = random_.choice(running)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(random_.choice(running), signal.SIGKILL)
+            rank = ranks.rank_of(pid)
+            os.kill(pid, signal.SIGKILL)
+            made.append(rank)
     ranks.wait_for_step(ranks.newest_step() + STEPS_BETWEEN, process)
-    return time.monotonic() - started, ranks.newest_step() - first, sockets
+    return time.monotonic() - started, ranks.newest_step() - first, sockets, made
 
 
-def expect_undisturbed(ranks: Ranks, undisturbed: list[float], settings: tuple[str, ...]) -> list[float]:
-    """Compare the losses with those of an undisturbed run, and return these; it is trained again if it is shorter."""
-    losses = ranks.losses(None)
+def expect_undisturbed(
+    ranks: Ranks, undisturbed: list[float], settings: tuple[str, ...], losses: list[float]
+) -> list[float]:
+    """Compare losses with those of an undisturbed run, and return it; it is trained again if it is shorter."""
     if len(losses) > len(undisturbed):
-        run, ranks.run = ranks.run, ranks.run.with_name("undisturbed")
         longer = train_undisturbed(ranks, settings, len(losses))
-        ranks.clear()
-        ranks.run = run
         assert longer is not None
         undisturbed = longer
     if losses != undisturbed[: len(losses)]:
