@@ -7,12 +7,18 @@ A transformer of about 25 or 100 million parameters. Prints the median step time
 alternately in the same processes; the part of it beyond the forward and backward of the plain module; and the peak
 resident memory of each, measured in separate processes (on CUDA: allocated memory). The ratios of ours to each are in
 brackets.
+
+With two ranks it also prints the limit of each: the plain forward and backward with both ranks computing, its
+optimizer's share of the elements, and the processor time of the bytes that a rank sends and receives, as messages of a
+block's size between idle ranks. Ranks have a core each, so a transfer that is hidden behind products takes its
+processor time from them, and the three add up. `of limit` is the step time over it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import statistics
 import time
@@ -87,12 +93,17 @@ CONTENDERS: dict[str, Callable[[Transformer, str], nn.Module]] = {
 
 @dataclass
 class Measured:
-    """Results on rank 0 by contender: seconds of steps, of their forwards and backwards, losses, and peak bytes."""
+    """Results on rank 0 by contender: seconds of steps, of their forwards and backwards, losses, and peak bytes.
+
+    `sent` are the bytes that a rank sends in a step, `link` the processor seconds of a byte sent and one received.
+    """
 
     steps: dict[str, list[float]]
     passes: dict[str, list[float]]
     losses: dict[str, list[float]]
+    sent: dict[str, float]
     peak: int
+    link: float = 0.0
 
 
 def clock(device: str) -> float:
@@ -109,10 +120,37 @@ def peak_bytes(device: str) -> int:
     )
 
 
+def sent_bytes(model: Transformer) -> dict[str, float]:
+    """Return the bytes that a rank sends in a step: parameters gathered in forward, again in backward but for the
+    root's own, and gradients reduced; in DDP an all-reduce of all gradients."""
+    ranks, all_bytes = dist.get_world_size(), sum(x.nbytes for x in model.parameters())
+    blocks = sum(x.nbytes for x in model.blocks.parameters())
+    share = (ranks - 1) / ranks
+    sharded = share * (all_bytes + blocks + all_bytes)
+    return {"ours": sharded, "fsdp2": sharded, "ddp": share * 2 * all_bytes, "plain": 0.0}
+
+
+def link_seconds(num_bytes: int, repeats: int = 20) -> float:
+    """Return the processor seconds of a byte sent and one received, as messages of `num_bytes` in both directions."""
+    leaving, arriving = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
+    other, best = 1 - dist.get_rank(), math.inf
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.process_time()
+        works = [dist.irecv(arriving, other), dist.isend(leaving, other)]
+        for work in works:
+            work.wait()
+        best = min(best, time.process_time() - start)
+    return best / num_bytes
+
+
 def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
     """Run one rank, on which the contenders alternate step by step."""
     device = options.device
-    measured = Measured({name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names}, 0)
+    sent = sent_bytes(Transformer(options.layers, options.dim))
+    measured = Measured(
+        {name: [] for name in names}, {name: [] for name in names}, {name: [] for name in names}, sent, 0
+    )
     trained = {}
     for name in names:
         torch.manual_seed(0)
@@ -134,6 +172,8 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
                 measured.passes[name].append(middle - start)
             measured.losses[name].append(loss.item())
     measured.peak = peak_bytes(device)
+    if dist.get_world_size() == 2:
+        measured.link = link_seconds(int(sent["ours"] / 3 / options.layers))
     return measured
 
 
@@ -162,9 +202,13 @@ def main() -> None:
     print(f"{options.size} M parameters, {options.ranks} ranks on {options.device}; in brackets what ours takes of it")
     for name in names:
         added = (passes[name] - passes["plain"]) / step[name]
+        share = 1 / options.ranks if name in ("ours", "fsdp2") else 1.0
+        limit = passes["plain"] + share * (step["plain"] - passes["plain"]) + measured.sent[name] * measured.link
+        over = step[name] / limit
         print(
             f"{name:6s} {step[name] * 1e3:8.1f} ms ({step['ours'] / step[name]:4.2f}), not compute {added:5.1%},"
-            f" {peak[name] / 2**20:8.0f} MiB ({peak['ours'] / peak[name]:4.2f})"
+            f" {peak[name] / 2**20:8.0f} MiB ({peak['ours'] / peak[name]:4.2f}),"
+            f" sends {measured.sent[name] / 1e6:5.1f} MB, limit {limit * 1e3:6.1f} ms, of limit {over:4.2f}"
         )
     worst = max(abs(a - b) for a, b in zip(measured.losses["ours"], measured.losses["fsdp2"], strict=True))
     print(f"largest difference of a loss between ours and fsdp2: {worst:.1e}")

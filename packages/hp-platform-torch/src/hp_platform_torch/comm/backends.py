@@ -24,23 +24,25 @@ class Capabilities:
     """What one backend of torch.distributed can do.
 
     Attributes:
-        reduce_scatter: use the native one. Otherwise shards are sent to their ranks and reduced there in rank order. On
-            gloo that is faster than the native one at every size measured (2 to 4 ranks, 1 KB to 16 MB), needs less
-            memory (none between two ranks), and accumulates bfloat16 in float32.
+        native_shards: use the native all-gather and reduce-scatter. Otherwise each rank sends shards to the others as
+            messages; a reduce-scatter reduces them in rank order. On gloo that is faster at every size measured
+            (reduce-scatter: 2 to 4 ranks, 1 KB to 16 MB; all-gather: 2 ranks, 256 KB to 16 MB, and below that the same
+            processor time) and needs less memory: gloo's all-gather fills a buffer of its own and copies it. A
+            reduction accumulates bfloat16 in float32.
         as_bytes: dtypes that are sent as bytes. Complex ones always are; they are summed as pairs of real numbers.
         as_int32: dtypes that are reduced as int32.
     """
 
-    reduce_scatter: bool
+    native_shards: bool
     as_bytes: frozenset[torch.dtype] = frozenset({torch.int16})
     as_int32: frozenset[torch.dtype] = frozenset({torch.int16})
 
 
 CAPABILITIES = {
-    "cpu": Capabilities(reduce_scatter=False),
-    "cuda": Capabilities(reduce_scatter=True),
+    "cpu": Capabilities(native_shards=False),
+    "cuda": Capabilities(native_shards=True),
     "npu": Capabilities(
-        reduce_scatter=True,
+        native_shards=True,
         as_bytes=frozenset({torch.int16, torch.bool}),
         as_int32=frozenset({torch.int16, torch.bool, torch.uint8}),
     ),

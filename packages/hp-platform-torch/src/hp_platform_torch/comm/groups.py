@@ -205,15 +205,27 @@ class TorchGroup(ProcessGroup):
             return DONE
         # As bytes where the backend lacks the dtype: an all-gather only copies, so any view of the memory will do.
         into, sent = movable(output).view(-1), movable(x).view(-1)
+        if not CAPABILITIES[x.device.type].native_shards and not is_watched():
+            return settle(self._send_to_all(into.view(self.size, -1), sent), async_op)
         options = _options(distributed_c10d.AllgatherOptions, async_op)
         return settle(self._channel(x.device.type)._allgather_base(into, sent, options), async_op)
+
+    def _send_to_all(self, rows: Tensor, x: Tensor) -> Work:
+        """Send `x` to every other rank and receive theirs, each into its row of `rows` `[ranks, elements]`."""
+        others = [j for j in range(self.size) if j != self.rank]
+        connection = self._channel(x.device.type)
+        works = [connection.recv([rows[j]], j, 0) for j in others]
+        works += [connection.send([x], j, 0) for j in others]
+        # During the messages. Detached: the copy is part of the collective, which autograd does not see.
+        rows[self.rank].detach().copy_(x.detach())
+        return Exchange(works, self._exchanges, (rows, x))
 
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
         if x.numel() == 0:
             return DONE
         check_reduction(x, op)
         can = CAPABILITIES[x.device.type]
-        if not can.reduce_scatter and not (is_watched() and x.dtype in _SUMMED_NATIVELY):
+        if not can.native_shards and not (is_watched() and x.dtype in _SUMMED_NATIVELY):
             return settle(self._exchange_and_reduce(output.view(-1), x.view(self.size, -1), op), async_op)
         as_int32 = x.dtype in can.as_int32
         into, sent = (output.to(torch.int32), x.to(torch.int32)) if as_int32 else (output, x)

@@ -155,8 +155,8 @@ def _of_micro_batch(
         gathered = outer.full + np.cumsum(block.full[::-1])[::-1]
         at_loss = gathered[0] - outer.full if len(stage.layers) else 0.0
     elif stage.layers:
-        # The next block is prefetched. On the host, gloo gathers into a buffer of its own first.
-        gathered[:-1] += (2 if shape.is_host else 1) * dense_full[1:] * stage.kinds.has_next[:-1]
+        # The next block is prefetched.
+        gathered[:-1] += dense_full[1:] * stage.kinds.has_next[:-1]
         at_loss = dense_full[0]
     others = (in_flight.live - 1) * held.pending + _other_heads(held, in_flight, stage)
     # One message being received and one being sent.
