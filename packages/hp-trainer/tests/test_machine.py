@@ -132,6 +132,8 @@ def examination(**changes) -> Examination:
         "facts": tuple(replace(FACTS, host=host) for host in ("secret-1", "secret-1", "secret-2", "secret-2")),
         "products": (Product("float32", (256, 256, 256), 4e10), Product("float32", (1024, 1024, 1024), 8e10)),
         "rates": (8e10,) * 4,
+        # Measured on CPUs only.
+        "blocks": (),
         "copy_bandwidth": 1e10,
         "host_bandwidth": 5e9,
         "axes": {"machine": 2, "local": 2},
