@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-STOPPED = 128 + signal.SIGTERM
+STOPPED, INTERRUPTED = 128 + signal.SIGTERM, (1, 128 + signal.SIGINT, -signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class Engine:
         nodes: processes that start ranks, each as on a machine of its own; 0: the command starts ranks.
         is_rank: whether a process with this command line may be killed, in a layout that goes on or not; others start
             ranks.
-        codes: exit codes of the command after SIGTERM.
-        is_stopped: whether a process with this command line gets that SIGTERM; None: the command does.
+        codes: exit codes of the command after it has been stopped.
+        is_stopped: whether a process with this command line gets the signal; None: the command does.
+        stop_signal: the signal that stops it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Engine:
     is_rank: Callable[[str, bool], bool]
     codes: tuple[int, ...]
     is_stopped: Callable[[str], bool] | None = None
+    stop_signal: signal.Signals = signal.SIGTERM
 
     def launched(self, layout: Layout) -> tuple[str, ...]:
         """Return the settings of a layout on this engine."""
@@ -139,7 +141,10 @@ def _slurm() -> Iterator[Engine]:
 ENGINES = {
     "hp-train": HP_TRAIN,
     "torchrun": Engine("torchrun", (*GO_ON, *START_AGAIN), _torchrun, 2, _is_rank, (1, STOPPED)),
-    "ray": Engine("ray", START_AGAIN, _ray, 0, lambda title, _: "RayTrainWorker" in title, (-signal.SIGTERM, STOPPED)),
+    # A driver of Ray that gets SIGTERM may abort.
+    "ray": Engine(
+        "ray", START_AGAIN, _ray, 0, lambda title, _: "RayTrainWorker" in title, INTERRUPTED, None, signal.SIGINT
+    ),
     "slurm": None,
 }
 

@@ -370,7 +370,7 @@ def be_killed(
         is_stopped = engine.is_stopped or (lambda _: False)
         for pid in [pid for pid, title in ranks.titles().items() if is_stopped(title)] or [process.pid]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, engine.stop_signal)
         code, errors = ranks.finish(process)
         losses, left, starts = ranks.losses(None), ranks.half_written(), ranks.num_starts()
     died = [int(rank) for rank in _DIED.findall(errors)] if layout.goes_on else made
