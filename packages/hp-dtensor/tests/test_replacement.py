@@ -186,6 +186,19 @@ def test_ranks_that_would_end_are_there_until_the_others_have_met(four: WrittenR
     assert (four._generation.is_last, four._generation.newcomers) == (True, (0, 3))
 
 
+def test_a_job_without_a_machine_saves_its_state_when_no_pair_is_left(
+    four: WrittenRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # After the first search other machines share the places of the lost one, and none is missing.
+    searches = iter([False, True])
+    monkeypatch.setattr(WrittenRanks, "_find_nodes", lambda ranks: next(searches))
+    four.replacement = Replacement(5, report=lambda text: None, remaining=pairs)
+    first = [[(0, DIES)], reports(Left, 1, 2, 3), [(3, DIES)]]
+    second = [[(0, Imported()), *reports(Left, 2, 1, 2), (3, Imported())], reports(Joined, 2, 0, 1, 2, 3)]
+    run(four, *first, *second, list(enumerate("abcd")))
+    assert (four._generation.is_last, four._generation.lacks_node, four._generation.newcomers) == (True, True, (0, 3))
+
+
 def test_a_newcomer_that_does_not_come_in_time_is_not_waited_for(four: WrittenRanks) -> None:
     four.replacement = Replacement(5, report=lambda text: None, node_seconds=-1.0, remaining=pairs)
     late = [[(0, DIES)], reports(Left, 1, 1, 2, 3), [(0, DIES)]]

@@ -181,7 +181,7 @@ class ReplacedRanks(LocalRanks):
 
     def _replace(self, dead: list[Process], request: Run, seconds: float) -> None:
         """Form the next generation, with newcomers for the dead ranks and those that do not answer in time."""
-        lost_at, newcomers, reasons = time.monotonic(), set[int](), list[str]()
+        lost_at, newcomers, reasons, lacks_node = time.monotonic(), set[int](), list[str](), False
         # A hang counts as one death, that of the rank which is then killed.
         num_counted = 0 if dead else 1
         self._num_deaths += num_counted
@@ -199,9 +199,10 @@ class ReplacedRanks(LocalRanks):
             reasons += [self._describe(process) for process in dead]
             self._gone |= {process.rank for process in dead}
             is_over = self._num_deaths > self.replacement.most
-            remaining = self._remaining() if is_over or self._is_late else ()
-            lacks_node = not remaining and not self._find_nodes()
-            remaining = self._remaining() if lacks_node else remaining
+            remaining = self._remaining() if is_over or lacks_node or self._is_late else ()
+            # Once: a lost machine that was not replaced in time then shares the place of another one.
+            if not remaining and not lacks_node and not self._find_nodes():
+                lacks_node, remaining = True, self._remaining()
             members, self._is_late = remaining or range(self.size), False
             fresh = set(members) if self._memory else set(() if remaining else self._gone)
             self._report(dead, members, reasons)
