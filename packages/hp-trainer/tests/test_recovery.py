@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 import hp_dtensor.launch
+from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import CollectiveError
 from hp_trainer._coordination import Alone
 from hp_trainer.checkpoint import LocalStorage
@@ -81,6 +83,30 @@ def test_copies_of_ranks_that_are_numbered_again() -> None:
     facts = [fact([4], {5: [4], 0: [4]}), fact([4], {2: [4]}), fact()]
     assert choose_sources(facts, (2, 3, 5)) == Sources(4, {2: (0, 5)}, 40)
     assert choose_sources(facts, (2, 3, 4)) is None
+
+
+def test_copies_of_other_ranks_are_dropped_when_all_that_go_on_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = hp_dtensor.launch.Generation(1, slots=(2, 3), local_size=4)
+    monkeypatch.setattr(hp_dtensor.launch, "current_generation", lambda: generation)
+    copies = StateCopies(partner=True, interval=2)
+    header = json.dumps({"values": {"step": 40}}).encode()
+    copies._own[4] = snapshot = Snapshot(4, header, np.zeros(1, np.uint8))
+    for slot in (1, 3):
+        copies.hold(slot, snapshot)
+
+    def dies(data: bytes) -> list[bytes]:
+        raise CollectiveError("a rank has died")
+
+    def meets(data: bytes) -> list[bytes]:
+        return [data, json.dumps(json.loads(data) | {"own": [], "own_steps": [], "held": {}}).encode()]
+
+    # Without the other rank, the ranks that have left come back, and need their copies.
+    for gather, slots in ((dies, [1, 3]), (meets, [3])):
+        world = cast(World, SimpleNamespace(rank=0, all=SimpleNamespace(all_gather_bytes=gather)))
+        with pytest.raises(CollectiveError) if gather is dies else contextlib.nullcontext():
+            assert copies.meet(world, []) == Sources(4, {1: (0, 3)}, 40)
+        assert sorted(copies._held) == slots
+        copies.leave()
 
 
 @pytest.mark.parametrize(

@@ -276,13 +276,14 @@ class StateCopies:
         slots, machines = generation.slots, generation.machines
         self._exchange = exchange = _Exchange(self, generation.hosts[machines[world.rank]], slots[world.rank])
         with self._lock:
-            # Those of ranks that have left the job are not needed again.
-            self._held = defaultdict(dict, {slot: held for slot, held in self._held.items() if slot in slots})
             held = {slot: sorted(of_slot) for slot, of_slot in self._held.items()}
         fact: dict[str, Any] = {"own": sorted(self._own), "held": held, "replicas": list(replicas)}
         fact |= {"own_steps": [self._own[number].step for number in sorted(self._own)]}
         fact |= {"number": self._number, "step": self.step, **exchange.address}
         gathered = world.all.all_gather_bytes(json.dumps(fact).encode())
+        with self._lock:
+            # All ranks are here, so those that have left the job are not needed again.
+            self._held = defaultdict(dict, {slot: held for slot, held in self._held.items() if slot in slots})
         facts = [json.loads(each) for each in gathered]
         exchange.connect(world.rank, partner_of(world.rank, machines), facts)
         sources = choose_sources(facts, slots)
