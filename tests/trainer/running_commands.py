@@ -142,6 +142,24 @@ def add_plugin(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(plugin), os.environ.get("PYTHONPATH", "")]))
 
 
+def left_in_shared_memory(before: set[str], seconds: float = 10.0) -> list[str]:
+    """Return names in shared memory that are not in `before`, and that no process has mapped.
+
+    Other programs may use it meanwhile: their names are mapped, or are there for a moment only.
+    """
+    deadline = time.monotonic() + seconds
+    while new := set(os.listdir("/dev/shm")) - before:
+        mapped = ""
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with contextlib.suppress(OSError):
+                mapped += maps.read_text(errors="replace")
+        left = sorted(name for name in new if f"/dev/shm/{name}" not in mapped)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
+    return []
+
+
 def steps_of(run: Path) -> list[int]:
     return [event["step"] for event in read_metrics(run / "metrics.jsonl") if event["event"] == "step"]
 

@@ -12,6 +12,7 @@ import numpy as np
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.launch import current_generation, lasting_memory, next_generation
+from hp_dtensor.launch.local_ranks import SILENT_STATES
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.parallel import ParallelDims
 
@@ -66,11 +67,24 @@ def total_of_pairs(name):
     return sums
 
 
+def wait_until_stopped(pid):
+    """Wait until a process is stopped, or has ended."""
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state in SILENT_STATES:
+            return
+        time.sleep(0.01)
+
+
 def total_through_deaths(name, signals):
     """The sum over all ranks, and the generations in which it was tried; ranks send themselves signals.
 
     Args:
-        signals: by "generation:rank", the signal.
+        signals: by "generation:rank", the signal. Another rank of the generation dies when those are stopped that
+            SIGSTOP is for: a survivor that sees its death first would leave, and not stop.
     """
     platform, generations = get_platform(name), []
     while True:
@@ -81,7 +95,11 @@ def total_through_deaths(name, signals):
             world = current_world(platform)
             pair = world.group([world.rank // 2 * 2, world.rank // 2 * 2 + 1])
             pair.all_reduce(platform.from_numpy(np.ones(3, np.float32)))
+            pids = [int(pid) for pid in world.all.all_gather_bytes(str(os.getpid()).encode())]
             if (number := signals.get(f"{generation}:{world.rank}")) is not None:
+                for rank, pid in enumerate(pids):
+                    if rank != world.rank and signals.get(f"{generation}:{rank}") == signal.SIGSTOP:
+                        wait_until_stopped(pid)
                 os.kill(os.getpid(), number)
                 time.sleep(60)
             return total(name), generations

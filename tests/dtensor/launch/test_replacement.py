@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import rank_programs
+from running_commands import left_in_shared_memory
 
 from hp_dtensor.exceptions import CapabilityError, LaunchError
 from hp_dtensor.launch import Replacement, launch
@@ -47,13 +48,13 @@ def test_all_ranks_start_again_with_what_they_have_written(hp_platform, monkeypa
     assert found == [[[6.0] * 3, *names[4 * rank : 4 * rank + 4]] for rank in range(3)]
     assert "rank 0 of 3 has died (SIGKILL); all ranks start again" in lines
     assert "rank 1 of 3 has been stopped for 0.3 s, as by SIGSTOP; it is killed" in lines
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert left_in_shared_memory(shared) == []
     assert not [file for file in Path("/proc/self/fd").iterdir() if "state of a rank" in str(file.resolve())]
 
 
 def test_ranks_are_replaced(platform):
     lines = []
-    # Rank 0 served no meeting point, so it may die too; ranks 1 and 2 are in different pairs.
+    # Rank 0 served no meeting point, so it may die too. Rank 1 dies when rank 2 has been stopped, in another pair.
     signals = {"0:0": signal.SIGKILL, "1:2": signal.SIGSTOP, "1:1": signal.SIGABRT}
     rules = Replacement(5, stopped_seconds=0.3, report=lines.append)
     found = launch(rank_programs.total_through_deaths, (platform.name, signals), 4, platform, replacement=rules)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from running_commands import add_plugin, losses_of, steps_of
+from running_commands import add_plugin, left_in_shared_memory, losses_of, steps_of
 
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, list_checkpoints
 from hp_trainer.metrics import read_metrics
@@ -45,7 +45,7 @@ def training_with_deaths(folder, hp_train, monkeypatch):
         code, out, err = hp_train("run", "run.yaml", "--run.folder=out", *arguments).finish()
         assert code == expected, err
         assert sorted(path.name for path in folder.glob("*:*:*")) == sorted(kills), "every rank has died"
-        assert set(os.listdir("/dev/shm")) <= shared, "nothing is left in shared memory"
+        assert left_in_shared_memory(shared) == []
         return out + err
 
     return train
