@@ -92,7 +92,12 @@ class Slurm:
         self.run("scancel", "--user", getpass.getuser())
         for name in reversed(list(self._daemons)):
             self._daemons[name].terminate()
-            self._daemons[name].wait(30)
+            try:
+                self._daemons[name].wait(30)
+            except subprocess.TimeoutExpired:
+                # The others have to end, too.
+                self._daemons[name].kill()
+                self._daemons[name].wait()
 
     def lose_node(self, node: str, ranks: list[int]) -> None:
         """Kill everything on a node, as a power failure does: its daemon, the managers of steps, and the ranks."""
