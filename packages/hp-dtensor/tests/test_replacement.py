@@ -218,6 +218,18 @@ def test_a_pair_with_a_rank_that_has_hung_does_not_go_on(four: WrittenRanks, mon
     assert (four.killed, four._generation.slots, four._generation.is_last) == ([1], (2, 3), False)
 
 
+def test_a_pair_goes_on_where_both_ranks_of_the_other_one_have_hung(
+    four: WrittenRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replacement, "_HUNG_SECONDS", -1.0)
+    hang = [[(2, Lost(0, hung=True))], reports(Left, 1, 2, 3), [(0, DIES), (1, DIES)]]
+    run(four, *hang, reports(Left, 2, 2, 3), reports(Joined, 2, 2, 3), END)
+    assert (four.killed, four._generation.slots, four._generation.is_last) == ([0, 1], (2, 3), False)
+    # Then the other pair hangs, and none is left.
+    with pytest.raises(LaunchError, match=r"no further one is replaced$"):
+        run(four, [(0, Lost(2, hung=True))], [], [(0, DIES), (1, DIES)])
+
+
 def test_a_pair_goes_on_in_new_processes_where_they_join_only_once(four: WrittenRanks) -> None:
     four._memory = [-1] * 8
     run(four, [(1, DIES)], [(2, Imported()), (3, Imported())], reports(Joined, 1, 2, 3), END)

@@ -183,7 +183,7 @@ class ReplacedRanks(LocalRanks):
         """Form the next generation, with newcomers for the dead ranks and those that do not answer in time."""
         lost_at, newcomers, reasons, lacks_node = time.monotonic(), set[int](), list[str](), False
         # A hang counts as one death, that of the rank which is then killed.
-        num_counted = 0 if dead else 1
+        num_counted, last_met = 0 if dead else 1, self._generation.number
         self._num_deaths += num_counted
         while True:
             # Ranks that a stop signal has ended are not replaced.
@@ -191,13 +191,15 @@ class ReplacedRanks(LocalRanks):
             num_uncounted = max(0, self._count(dead) - num_counted)
             num_counted = 0 if dead else num_counted
             self._num_deaths += num_uncounted
-            # Ranks that were killed because they hung do not end the generation that begins without them.
-            if self._generation.is_last and (num_uncounted or not dead):
+            self._gone |= {process.rank for process in dead}
+            # Ranks that were killed because they hung do not end the generation that begins without them. Only now is
+            # it known that others can go on.
+            can_go_on = self._generation.number > last_met and self._remaining()
+            if self._generation.is_last and (num_uncounted or not dead) and not can_go_on:
                 raise self._exhausted()
             self._close()
             number = self._generation.number + 1
             reasons += [self._describe(process) for process in dead]
-            self._gone |= {process.rank for process in dead}
             is_over = self._num_deaths > self.replacement.most
             remaining = self._remaining() if is_over or lacks_node or self._is_late else ()
             # Once: a lost machine that was not replaced in time then shares the place of another one.
