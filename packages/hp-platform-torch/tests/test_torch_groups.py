@@ -120,6 +120,12 @@ def test_asynchronous_collectives_finish_in_wait(two_ranks):
     assert two_ranks.run(on_rank.asynchronous) == [(gathered, [3.0, 3.0], [1.5] * 4)] * 2
 
 
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_messages_under_way_do_not_meet_collectives(two_ranks, by_torch):
+    got = two_ranks.run(on_rank.message_beside_collectives, by_torch)
+    assert got == [([1.0, 1.0, 2.0, 2.0], [3.0], [2.0 - rank] * 2, [9.0, 9.0]) for rank in range(2)]
+
+
 def test_empty_tensors(two_ranks):
     assert two_ranks.run(on_rank.empty_tensors) == [True, True]
 

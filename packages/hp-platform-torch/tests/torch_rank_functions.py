@@ -186,6 +186,27 @@ def asynchronous():
     return gathered.tolist(), scattered.tolist(), average.tolist()
 
 
+def message_beside_collectives(by_torch):
+    """Rank 0 sends a message before collectives, rank 1 receives it after them, through the group or through torch."""
+    group = current_world(PLATFORM).all
+    x, message = torch.full((2,), float(group.rank + 1)), torch.full((2,), 9.0)
+    gathered, reduced, exchanged = torch.empty(4), torch.empty(1), torch.empty(2)
+    other = 1 - group.rank
+    if group.rank == 0:
+        work = dist.isend(message, other) if by_torch else group.send(message, other, async_op=True)
+    group.all_gather_into(gathered, x)
+    group.reduce_scatter_into(reduced, x.clone())
+    # Each rank exchanges with the other one.
+    sends, receives = [None, None], [None, None]
+    sends[other], receives[other] = x, exchanged
+    group.exchange(sends, receives)
+    if group.rank == 1:
+        message.zero_()
+        work = dist.irecv(message, other) if by_torch else group.receive(message, other, async_op=True)
+    work.wait()
+    return gathered.tolist(), reduced.tolist(), exchanged.tolist(), message.tolist()
+
+
 def empty_tensors():
     group = current_world(PLATFORM).all
     nothing = torch.empty(0, 3)

@@ -120,6 +120,9 @@ def settle(work: Work | None, async_op: bool) -> Work:
 FACTS = "facts"
 """Name of the connection for host data, in addition to one per device type."""
 
+_COLLECTIVE_TAG = 2**31 - 1
+"""Tag of gloo's messages of a collective, so that they never meet a program's own messages between the same ranks."""
+
 _SUMMED_NATIVELY = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Dtypes for which gloo's own reduce-scatter runs under a dispatch mode, which would not recognize a composed one."""
 
@@ -214,8 +217,8 @@ class TorchGroup(ProcessGroup):
         """Send `x` to every other rank and receive theirs, each into its row of `rows` `[ranks, elements]`."""
         others = [j for j in range(self.size) if j != self.rank]
         connection = self._channel(x.device.type)
-        works = [connection.recv([rows[j]], j, 0) for j in others]
-        works += [connection.send([x], j, 0) for j in others]
+        works = [connection.recv([rows[j]], j, _COLLECTIVE_TAG) for j in others]
+        works += [connection.send([x], j, _COLLECTIVE_TAG) for j in others]
         # During the messages. Detached: the copy is part of the collective, which autograd does not see.
         rows[self.rank].detach().copy_(x.detach())
         return Exchange(works, self._exchanges, (rows, x))
@@ -246,8 +249,8 @@ class TorchGroup(ProcessGroup):
         others = [j for j in range(self.size) if j != self.rank]
         arriving = [output, *output.new_empty(self.size - 2, output.numel())]
         connection = self._channel(rows.device.type)
-        works = [connection.recv([movable(row)], j, 0) for j, row in zip(others, arriving, strict=True)]
-        works += [connection.send([movable(rows[j])], j, 0) for j in others]
+        works = [connection.recv([movable(row)], j, _COLLECTIVE_TAG) for j, row in zip(others, arriving, strict=True)]
+        works += [connection.send([movable(rows[j])], j, _COLLECTIVE_TAG) for j in others]
 
         def reduce() -> None:
             # `output` has one row already; its position among the first two does not matter, since the operation
@@ -282,8 +285,8 @@ class TorchGroup(ProcessGroup):
             options = _options(distributed_c10d.AllToAllOptions, True)
             return settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), True)
         gloo = self._channel("cpu")  # its all-to-all takes one tensor only
-        works = [gloo.send([x], j, 0) for j, x in enumerate(leaving) if x.numel()]
-        works += [gloo.recv([x], j, 0) for j, x in enumerate(arriving) if x.numel()]
+        works = [gloo.send([x], j, _COLLECTIVE_TAG) for j, x in enumerate(leaving) if x.numel()]
+        works += [gloo.recv([x], j, _COLLECTIVE_TAG) for j, x in enumerate(arriving) if x.numel()]
         # Gloo's works hold no references to their tensors.
         return Exchange(works, self._exchanges, (leaving, arriving))
 
