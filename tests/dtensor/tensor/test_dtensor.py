@@ -142,6 +142,23 @@ def _wrong_aliases(platform: Platform) -> None:
         distribute_tensor(full_value, mesh).redistribute(placements=("ep", None))
 
 
+def _wrong_arguments_of_from_local(platform: Platform) -> None:
+    mesh, local = _mesh(platform, 2, 2), _numbers(platform, 2, 3)
+    for placements, number in (([[0], Shard(1)], 0), ([Shard(0), [1]], 1), ([Shard(0), {}], 1)):
+        with pytest.raises(PlacementError, match=f"placement {number} is a (list|dict), expected Shard, Replicate"):
+            from_local(local, mesh, placements)
+    placements = [Shard(0), Shard(1)]
+    for shape in ((4.0, 6), ("4", 6), ([4], 6), 4):
+        with pytest.raises(ShardShapeError, match="from_local: shape must be a sequence of integers, got"):
+            from_local(local, mesh, placements, shape=shape)
+    # Cached by equality, and 4.0 equals 4.
+    assert all(type(size) is int for size in from_local(local, mesh, placements, shape=np.array([4, 6])).spec.shape)
+
+
+def test_placements_and_shapes_that_are_none_are_refused_by_from_local(hp_platform: Platform) -> None:
+    run_ranks(_wrong_arguments_of_from_local, 4, hp_platform, hp_platform)
+
+
 def test_alias_names_that_do_not_fit_are_refused(hp_platform: Platform) -> None:
     run_ranks(_wrong_aliases, 4, hp_platform, hp_platform)
 

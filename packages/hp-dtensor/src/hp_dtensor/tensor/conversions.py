@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,15 +173,21 @@ def from_local(
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
     platform = device_mesh.platform
+    global_shape = None if shape is None else _integers(shape)
     # A collective: all ranks of the mesh make it or none.
     if run_check or rank_checks.is_checking():
         placements = normalize_placements(device_mesh, given, len(local.shape))
-        shape = rank_checks.global_shape(local, device_mesh, placements, shape)
-    spec = spec_of_shard(device_mesh, given, tuple(local.shape), local.dtype, None if shape is None else tuple(shape))
+        global_shape = rank_checks.global_shape(local, device_mesh, placements, global_shape)
+    try:
+        spec = spec_of_shard(device_mesh, given, tuple(local.shape), local.dtype, global_shape)
+    except TypeError:
+        # What cannot be hashed is no placement; this names it.
+        normalize_placements(device_mesh, given, len(local.shape))
+        raise
     if tuple(local.shape) != spec.local_shape:  # only on a rank outside the mesh
         return platform.wrap(_nothing_like(platform, local), spec)
     if stride is not None:
-        _check_stride(spec, local, shape is not None, tuple(stride))
+        _check_stride(spec, local, global_shape is not None, tuple(stride))
     if grad_placements is not None:
         arriving, wanted = grad_spec(spec), checked_grad_spec("from_local", spec, grad_placements)
         # A replicated gradient is not turned into a partial one: code that asks for a partial gradient sums over the
@@ -219,6 +226,14 @@ def spec_of_shard(
             f"{spec.describe_placements()} must be {list(spec.local_shape)}, got {list(local_shape)}"
         )
     return spec
+
+
+def _integers(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of Python's own integers: specs are cached by equality, and 2.0 equals 2."""
+    try:
+        return tuple(map(operator.index, shape))
+    except TypeError as error:
+        raise ShardShapeError(f"from_local: shape must be a sequence of integers, got {shape!r}") from error
 
 
 def _nothing_like(platform: Platform, local: Tensor) -> Tensor:
