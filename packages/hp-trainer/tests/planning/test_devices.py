@@ -68,6 +68,16 @@ def test_measured_blocks_give_the_rates_of_each_kind_of_work(tmp_path: Path) -> 
     assert device.operation_seconds == pytest.approx(1 / rates["operations"])
 
 
+def test_blocks_that_take_less_time_than_copies_of_their_operands_give_rates(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    block = {"dtype": "float32", "hidden_size": 128, "batch": 4, "length": 256, "seconds": 1e-2}
+    given = {"memory": 1e9, "memory_bandwidth": 1e9, "inner_bandwidth": 1e9, "outer_bandwidth": 1e9, "blocks": [block]}
+    path.write_text(yaml.safe_dump(given))
+    work = MeasuredBlock(**block).work
+    assert (work.operands + work.loss) / 1e9 > block["seconds"]
+    assert find_device(str(path)).flops == {"float32": pytest.approx(work.products / (block["seconds"] / 2))}
+
+
 def test_groups_of_two_sizes_give_the_time_of_a_hop(tmp_path: Path) -> None:
     measured = [
         {"collective": "all_gather", "ranks": ranks, "bytes": size, "seconds": 1e-3 + 5e-4 * (ranks - 2) + size / 1e9}

@@ -298,7 +298,9 @@ def fit_products(products: Iterable[MeasuredProduct], memory_bandwidth: float) -
 def fit_blocks(blocks: Sequence[MeasuredBlock], memory_bandwidth: float) -> dict[str, Any]:
     """Return the fields of `Device` with which measured blocks of one dtype take the measured times."""
     works = [each.work for each in blocks]
-    seconds = [x.seconds - (w.operands + w.loss) / memory_bandwidth for x, w in zip(blocks, works, strict=True)]
+    copied = [(w.operands + w.loss) / memory_bandwidth for w in works]
+    # At least half of the time is that of the operations, as in products.
+    seconds = [x.seconds - min(each, x.seconds / 2) for x, each in zip(blocks, copied, strict=True)]
     rows = [[w.operations, w.attention, w.saved, w.products] for w in works]
     operation, attention, saved, product = _fit(rows, seconds)
     return {
