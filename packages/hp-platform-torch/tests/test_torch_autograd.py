@@ -121,6 +121,12 @@ def test_custom_function_may_give_no_gradient(platform, x):
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
+def test_backward_of_a_custom_function_runs_no_other_node(platform, x):
+    """A node without a gradient would run on another thread than those of an accelerator, in no fixed order."""
+    y = platform.custom_function(_double, _double, x * 1)
+    assert [node.name() for node, _ in y.grad_fn.next_functions if node] == ["MulBackward0"]
+
+
 def test_custom_function_that_returns_its_input(platform, x):
     y = platform.custom_function(lambda t: t, _double, x * 1)
     y.sum().backward()

@@ -1,9 +1,15 @@
 """The stand-in refuses what a device refuses, and has the device's memory figures, random state and events."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from hp_dtensor.parallel.nn import building
+from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.tensor.init import Normal, init_parameters
+from hp_moe import AuxLosses, Capacity, MoE
 from hp_platform_torch.profiling import peak_flops
 from hp_trainer.launch.examination import examine
 
@@ -43,6 +49,29 @@ def test_values_gradients_views_and_copies_are_those_of_the_host():
     assert y.tolist() == [[0, 1, 12], [13, 4, 5]]
     assert torch.add(y, y, out=torch.empty(0, device="npu")).shape == (2, 3)
     assert torch.complex(y, y).conj().imag.cpu().sum() == -y.sum().item()
+
+
+def test_backward_of_experts_runs_on_the_thread_of_the_device():
+    """Torch runs nodes without a gradient on the calling thread, beside the device's, so in no fixed order."""
+    with building(get_platform("torch")):
+        layer = MoE(8, 6, num_experts=5, top_k=2, aux_losses=AuxLosses(0.5, 0.4, 0.3, 0.2), capacity=Capacity(0.8))
+    init_parameters(layer, lambda name, shape: Normal(0.3), seed=11)
+    x = torch.linspace(-1, 1, 48, device="npu").view(1, 6, 8).requires_grad_()
+    loss = layer(x).square().sum()
+    threads = {}
+    nodes, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node not in nodes:
+            nodes.add(node)
+            node.register_prehook(
+                lambda _, name=node.name(): threads.setdefault(threading.get_ident(), []).append(name)
+            )
+            waiting += [following for following, _ in node.next_functions if following]
+    loss.backward()
+    here = threads.pop(threading.get_ident(), [])
+    assert here == []
+    assert [len(names) for names in threads.values()] == [len(nodes)]
 
 
 def test_host_scalars_and_indices_may_be_operands():

@@ -105,15 +105,22 @@ def custom_function(
     # The gradient is not differentiable, but torch must know that it depends on the inputs: otherwise second
     # derivatives would silently be zero. The anchor is an edge to the inputs without their data.
     anchor = _Anchor.apply(*inputs) if recorded else None
-    return _CustomFunction.apply(forward, backward, anchor, *inputs)
+    # In a tuple, so that it is no input of the node. As one it would get no gradient, and torch runs nodes without
+    # gradients on the thread for the host, those of an accelerator on another. The nodes of the inputs would wait for
+    # it, and each rank would run its collectives in an order that depends on the two threads.
+    return _CustomFunction.apply(forward, backward, (anchor,), *inputs)
 
 
 class _CustomFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, forward: Callable[..., Any], backward: Callable[..., Any], anchor: torch.Tensor | None, *inputs: Any
+        ctx: Any,
+        forward: Callable[..., Any],
+        backward: Callable[..., Any],
+        anchor: tuple[torch.Tensor | None],
+        *inputs: Any,
     ) -> Any:
-        ctx.backward_function, ctx.anchor = backward, anchor
+        ctx.backward_function, (ctx.anchor,) = backward, anchor
         outputs = forward(*inputs)
         # With several outputs, unused ones have gradient None instead of allocated zeros. With a single unused output
         # there is no backward at all. `split_backward` calls nodes itself and cannot read what `set_materialize_grads`
