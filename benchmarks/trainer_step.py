@@ -22,10 +22,10 @@ import transformers
 from torch.nn.functional import scaled_dot_product_attention
 
 from hp_dtensor import get_platform
+from hp_trainer._coordination import StopRequest
 from hp_trainer.config import parse_config
 from hp_trainer.plugins import registries
 from hp_trainer.run import create_run
-from hp_trainer.stop_signals import StopRequest
 from hp_trainer.training import Trainer
 
 WARM_UP = 3
