@@ -186,6 +186,12 @@ def test_gradients_that_are_known_to_be_zero_are_sent_as_zeros(two_ranks):
     assert two_ranks.run(on_rank.zero_gradients) == [[[[0.0] * 3] * 4] * 3] * 2
 
 
+def test_a_dispatch_mode_on_one_rank_does_not_change_what_ranks_send(two_ranks):
+    found = two_ranks.run(on_rank.collectives_with_a_mode_on_one_rank, timeout_seconds=60.0)
+    # Each rank's own two numbers, and its half of [0, 1, 2, 3] * (1 + 2).
+    assert found == [([1.0, 1.0, 2.0, 2.0], [0.0, 3.0]), ([1.0, 1.0, 2.0, 2.0], [6.0, 9.0])]
+
+
 def test_torchs_own_debug_mode_sees_our_collectives(two_ranks):
     x, w = torch.arange(12.0).reshape(4, 3), torch.ones(3, 2, requires_grad=True)
     torch.tanh(x @ w).sum().backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
 from hp_dtensor.comm.world import current_world
@@ -327,6 +329,16 @@ def communications_seen_by_torch(slow_rank):
         DTensor.from_local(torch.ones(4), mesh, [Partial()]).redistribute(placements=[Shard(0)])
     assert gathered.to_local().tolist() == torch.arange(12.0).reshape(4, 3).tolist()
     return {str(name): count for name, count in mode.get_comm_counts().items()}, w.grad.full_tensor().tolist()
+
+
+def collectives_with_a_mode_on_one_rank():
+    """A gather and a reduction of shards while rank 0 alone counts floating-point operations."""
+    group, mode = current_world(PLATFORM).all, FlopCounterMode(display=False)
+    gathered, reduced = torch.empty(4), torch.empty(2)
+    with mode if group.rank == 0 else contextlib.nullcontext():
+        group.all_gather_into(gathered, torch.full((2,), 1.0 + group.rank))
+        group.reduce_scatter_into(reduced, torch.arange(4.0) * (1 + group.rank))
+    return gathered.tolist(), reduced.tolist()
 
 
 def staged_collectives():

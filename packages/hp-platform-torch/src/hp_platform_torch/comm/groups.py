@@ -8,6 +8,7 @@ members only; host data is always sent by gloo. A collective that a backend lack
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -208,7 +209,9 @@ class TorchGroup(ProcessGroup):
             return DONE
         # As bytes where the backend lacks the dtype: an all-gather only copies, so any view of the memory will do.
         into, sent = movable(output).view(-1), movable(x).view(-1)
-        if not CAPABILITIES[x.device.type].native_shards and not is_watched():
+        if not CAPABILITIES[x.device.type].native_shards:
+            if is_watched():
+                _alone()._allgather_base(torch.empty_like(sent), sent).wait()
             return settle(self._send_to_all(into.view(self.size, -1), sent), async_op)
         options = _options(distributed_c10d.AllgatherOptions, async_op)
         return settle(self._channel(x.device.type)._allgather_base(into, sent, options), async_op)
@@ -216,7 +219,7 @@ class TorchGroup(ProcessGroup):
     def _send_to_all(self, rows: Tensor, x: Tensor) -> Work:
         """Send `x` to every other rank and receive theirs, each into its row of `rows` `[ranks, elements]`."""
         others = [j for j in range(self.size) if j != self.rank]
-        connection = self._channel(x.device.type)
+        connection = self.connection(x.device.type)
         works = [connection.recv([rows[j]], j, _COLLECTIVE_TAG) for j in others]
         works += [connection.send([x], j, _COLLECTIVE_TAG) for j in others]
         # During the messages. Detached: the copy is part of the collective, which autograd does not see.
@@ -228,7 +231,9 @@ class TorchGroup(ProcessGroup):
             return DONE
         check_reduction(x, op)
         can = CAPABILITIES[x.device.type]
-        if not can.native_shards and not (is_watched() and x.dtype in _SUMMED_NATIVELY):
+        if not can.native_shards:
+            if is_watched() and x.dtype in _SUMMED_NATIVELY:
+                _alone()._reduce_scatter_base(torch.empty_like(x).view(-1), x.view(-1)).wait()
             return settle(self._exchange_and_reduce(output.view(-1), x.view(self.size, -1), op), async_op)
         as_int32 = x.dtype in can.as_int32
         into, sent = (output.to(torch.int32), x.to(torch.int32)) if as_int32 else (output, x)
@@ -248,7 +253,7 @@ class TorchGroup(ProcessGroup):
         # copied.
         others = [j for j in range(self.size) if j != self.rank]
         arriving = [output, *output.new_empty(self.size - 2, output.numel())]
-        connection = self._channel(rows.device.type)
+        connection = self.connection(rows.device.type)
         works = [connection.recv([movable(row)], j, _COLLECTIVE_TAG) for j, row in zip(others, arriving, strict=True)]
         works += [connection.send([movable(rows[j])], j, _COLLECTIVE_TAG) for j in others]
 
@@ -340,6 +345,15 @@ def _process_group_around(backend: dist.Backend, device_type: str, rank: int, si
     group._set_default_backend(kind)
     group._register_backend(torch.device(device_type), kind, backend)
     return group
+
+
+@functools.cache
+def _alone() -> dist.ProcessGroup:
+    """Return a group of this rank alone. Dispatch modes see its collectives where shards are sent as messages.
+
+    A mode may exist on one rank only, so what the ranks send to each other must not depend on modes.
+    """
+    return _process_group_around(dist.ProcessGroupGloo(dist.HashStore(), 0, 1), "cpu", 0, 1)
 
 
 def _options(kind: type[Any], async_op: bool, **fields: Any) -> Any:
