@@ -318,6 +318,25 @@ def test_plain_parameters_beside_dtensors(mesh, monkeypatch):
     assert type(optimizer.state[distributed]["exp_avg"]) is TorchDTensor
 
 
+def test_another_subclass_beside_dtensors_still_intercepts_its_operations(mesh):
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", ""))
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    watched = torch.ones(3).as_subclass(Watched).requires_grad_()
+    optimizer = optim.SGD([*parameters_on(mesh), watched], lr=0.1, foreach=False)
+    for step in range(3):
+        accumulate(optimizer.param_groups[0]["params"][:-1], step)
+        watched.grad = torch.ones(3)
+        seen.clear()
+        optimizer.step()
+        assert "add_" in seen
+
+
 def test_schedulers_take_part(mesh, monkeypatch):
     _, optimizer = one_step_on(mesh)
     with warnings.catch_warnings():
