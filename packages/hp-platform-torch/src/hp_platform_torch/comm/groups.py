@@ -125,7 +125,7 @@ _COLLECTIVE_TAG = 2**31 - 1
 """Tag of gloo's messages of a collective, so that they never meet a program's own messages between the same ranks."""
 
 _SUMMED_NATIVELY = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
-"""Dtypes for which gloo's own reduce-scatter runs under a dispatch mode, which would not recognize a composed one."""
+"""Dtypes of reduce-scatters on gloo that dispatch modes see; gloo's own, of this rank alone, has kernels for them."""
 
 REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -219,12 +219,23 @@ class TorchGroup(ProcessGroup):
     def _send_to_all(self, rows: Tensor, x: Tensor) -> Work:
         """Send `x` to every other rank and receive theirs, each into its row of `rows` `[ranks, elements]`."""
         others = [j for j in range(self.size) if j != self.rank]
-        connection = self.connection(x.device.type)
-        works = [connection.recv([rows[j]], j, _COLLECTIVE_TAG) for j in others]
-        works += [connection.send([x], j, _COLLECTIVE_TAG) for j in others]
+        exchange = self._start_messages([(j, x) for j in others], [(j, rows[j]) for j in others])
         # During the messages. Detached: the copy is part of the collective, which autograd does not see.
         rows[self.rank].detach().copy_(x.detach())
-        return Exchange(works, self._exchanges, (rows, x))
+        return exchange
+
+    def _start_messages(
+        self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]
+    ) -> Exchange:
+        """Send and receive tensors in host memory, each to or from a rank of the group.
+
+        Modes see no messages: torch's `CommDebugMode` does not count them.
+        """
+        gloo = self.connection("cpu")
+        works = [gloo.recv([x], j, _COLLECTIVE_TAG) for j, x in arriving]
+        works += [gloo.send([x], j, _COLLECTIVE_TAG) for j, x in leaving]
+        # Gloo's works hold no references to their tensors.
+        return Exchange(works, self._exchanges, (leaving, arriving))
 
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
         if x.numel() == 0:
@@ -253,9 +264,10 @@ class TorchGroup(ProcessGroup):
         # copied.
         others = [j for j in range(self.size) if j != self.rank]
         arriving = [output, *output.new_empty(self.size - 2, output.numel())]
-        connection = self.connection(rows.device.type)
-        works = [connection.recv([movable(row)], j, _COLLECTIVE_TAG) for j, row in zip(others, arriving, strict=True)]
-        works += [connection.send([movable(rows[j])], j, _COLLECTIVE_TAG) for j in others]
+        exchange = self._start_messages(
+            [(j, movable(rows[j])) for j in others],
+            [(j, movable(row)) for j, row in zip(others, arriving, strict=True)],
+        )
 
         def reduce() -> None:
             # `output` has one row already; its position among the first two does not matter, since the operation
@@ -265,7 +277,7 @@ class TorchGroup(ProcessGroup):
             if op == "avg":
                 output.div_(self.size)
 
-        return Then(Exchange(works, self._exchanges), reduce)
+        return Then(exchange, reduce)
 
     def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         options = _options(distributed_c10d.AllToAllOptions, async_op)
@@ -289,11 +301,10 @@ class TorchGroup(ProcessGroup):
         if nothing.device.type != "cpu":
             options = _options(distributed_c10d.AllToAllOptions, True)
             return settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), True)
-        gloo = self._channel("cpu")  # its all-to-all takes one tensor only
-        works = [gloo.send([x], j, _COLLECTIVE_TAG) for j, x in enumerate(leaving) if x.numel()]
-        works += [gloo.recv([x], j, _COLLECTIVE_TAG) for j, x in enumerate(arriving) if x.numel()]
-        # Gloo's works hold no references to their tensors.
-        return Exchange(works, self._exchanges, (leaving, arriving))
+        # Gloo's own all-to-all takes one tensor only.
+        return self._start_messages(
+            [(j, x) for j, x in enumerate(leaving) if x.numel()], [(j, x) for j, x in enumerate(arriving) if x.numel()]
+        )
 
     def _for_others(self, j: int, x: Tensor | None, nothing: Tensor) -> Tensor:
         return movable(nothing if x is None or j == self.rank else x)
