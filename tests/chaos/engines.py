@@ -1,4 +1,4 @@
-"""What starts the ranks of `kills`: hp-train itself, torchrun, Slurm or Ray; and the layouts that each survives."""
+"""Engines that start the ranks of `kills` (hp-train itself, torchrun, Slurm, Ray), and layouts that each survives."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _Command = Callable[[Path, tuple[str, ...]], tuple[list[str], dict[str, str]]]
 
 @dataclass(frozen=True)
 class Engine:
-    """What starts ranks.
+    """A program that starts ranks.
 
     Attributes:
         command: the command and its variables, for a run folder and settings.

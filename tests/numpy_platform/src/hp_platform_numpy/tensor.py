@@ -38,7 +38,10 @@ class Tensor:
 
     def register_hook(self, hook: Callable[[Tensor], None]) -> None:
         """Call `hook(gradient)` when a walk has computed the gradient of this tensor, in the order of registration."""
-        run = lambda gradient: hook(Tensor(gradient, self.dtype))  # noqa: E731
+
+        def run(gradient: np.ndarray) -> None:
+            hook(Tensor(gradient, self.dtype))
+
         if self.node is None:
             self.hooks.append(run)
         else:

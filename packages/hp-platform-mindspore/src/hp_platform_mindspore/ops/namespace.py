@@ -1,9 +1,4 @@
-"""In-place operations, composed of operations that return a new tensor.
-
-MindSpore's own have no effect on CPU, or no kernel. Here the result is computed from a copy, so that nothing that
-backward needs is overwritten, and then stored. When operations are recorded, MindSpore's `copy_` passes on the
-gradient, but not through views: gradients of tensors that share memory with the written one would be wrong, so that is
-refused. The operations of the platform: `platform.ops` and what is beyond it, on plain tensors and DTensors.
+"""The operations of the platform: `platform.ops` and what is beyond it, on plain tensors and DTensors.
 
 A function of `platform.ops` or `platform.operations` called with DTensors goes to hp_dtensor's dispatch under its
 canonical (torch) name, before MindSpore decomposes it into primitives that hide its arguments. Everything else that a
@@ -11,7 +6,13 @@ program calls on a DTensor (`x + y`, `mint.matmul`, `nn.Dense`) arrives as a pri
 
 Kernels on plain tensors are chosen by the device: `NATIVE_KERNELS` on Ascend, and on CPU those composed in
 `cpu_kernels/`. `FOUND` are functions of MindSpore that work as they are; they consist of primitives, so they take
-DTensors by the rules of these."""
+DTensors by the rules of these.
+
+In-place operations are composed of operations that return a new tensor: MindSpore's own have no effect on CPU, or no
+kernel. The result is computed from a copy, so that nothing that backward needs is overwritten, and then stored. When
+operations are recorded, MindSpore's `copy_` passes on the gradient, but not through views: gradients of tensors that
+share memory with the written one would be wrong, so that is refused.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ WRITTEN: dict[str, Callable[..., Tensor]] = {
     "fill_": lambda x, value: shapes.expand(_as_tensor(value, x), x.shape),
     "copy_": lambda x, source, non_blocking=False: shapes.expand(source, x.shape),
 }
-"""What in-place operations store that have no out-of-place form of the same name."""
+"""In-place operations without an out-of-place form of the same name, and functions of what they store."""
 
 PRUNED_AT = 64
 

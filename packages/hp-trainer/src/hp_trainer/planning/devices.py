@@ -244,7 +244,7 @@ class MeasuredBlock:
 
     @property
     def work(self) -> Work:
-        """What forward and backward compute."""
+        """The operations and bytes of forward and backward."""
         model = block_options(self.hidden_size).estimates()
         sizes = MicroBatchShape(batch=self.batch, length=self.length, dtype=self.dtype)
         activations = model.activations(sizes)
