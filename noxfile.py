@@ -459,7 +459,8 @@ def proof(session: nox.Session, platform: str) -> None:
 @nox.parametrize("platform", ("torch", "mindspore"), ids=("torch", "mindspore"))
 def chaos(session: nox.Session, platform: str) -> None:
     """Inject faults into small runs (kills, damage, full disks, signals, clocks); `-- --minutes 120` sets the time."""
-    python = with_engines() if "ray" in session.posargs else full(platform)
+    on_ray = platform == "torch" and ("--engine=ray" in session.posargs or "ray" in session.posargs)
+    python = with_engines() if on_ray else full(platform)
     run(session, python, "tests/chaos/campaign.py", *session.posargs, HP_PLATFORM=platform)
 
 

@@ -292,7 +292,7 @@ FAMILIES: dict[str, Callable[[Campaign], Iterator[Case]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=3.0, help="for all families together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="families, separated by commas")

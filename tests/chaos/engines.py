@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import signal
 import socket
@@ -41,8 +42,9 @@ GO_ON = (
 START_AGAIN = (
     Layout("2 shards that start again", 2, (), goes_on=False),
     Layout("2 replicas (HSDP) that start again", 2, REPLICAS, goes_on=False),
+    Layout("2 replicas of 2 shards (HSDP) that start again", 4, REPLICAS, goes_on=False),
 )
-_Command = Callable[[Path, tuple[str, ...]], tuple[list[str], dict[str, str]]]
+_Command = Callable[[Path, int, tuple[str, ...]], tuple[list[str], dict[str, str]]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Engine:
     """A program that starts ranks.
 
     Attributes:
-        command: the command and its variables, for a run folder and settings.
+        command: the command and its variables, for a run folder, a number of processes to start, and settings.
         nodes: processes that start ranks, each as on a machine of its own; 0: the command starts ranks.
         is_rank: whether a process with this command line may be killed, in a layout that goes on or not; others start
             ranks.
@@ -67,6 +69,10 @@ class Engine:
     codes: tuple[int, ...]
     is_stopped: Callable[[str], bool] | None = None
     stop_signal: signal.Signals = signal.SIGTERM
+
+    def processes(self, layout: Layout) -> int:
+        """Return the number of processes that the command starts: nodes, or ranks."""
+        return self.nodes if layout.goes_on else layout.ranks
 
     def launched(self, layout: Layout) -> tuple[str, ...]:
         """Return the settings of a layout on this engine."""
@@ -90,26 +96,27 @@ def _is_task(title: str) -> bool:
     return "run.yaml" in title and not title.startswith("srun")
 
 
-def _hp_train(run: Path, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+def _hp_train(run: Path, _: int, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-m", "hp_trainer", "run", "run.yaml", f"--run.folder={run}", *settings], {}
 
 
 HP_TRAIN = Engine("hp-train", GO_ON, _hp_train, 0, _is_rank, (STOPPED,))
 
 
-def _torchrun(run: Path, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+def _torchrun(run: Path, processes: int, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    options = ["--nnodes=1", "--nproc-per-node=2", f"--master-port={port}", "--max-restarts=1000"]
-    command, variables = _hp_train(run, settings)
+    options = ["--nnodes=1", f"--nproc-per-node={processes}", f"--master-port={port}", "--max-restarts=1000"]
+    command, variables = _hp_train(run, processes, settings)
     return [sys.executable, "-m", "torch.distributed.run", *options, "--monitor-interval=0.2", *command[1:]], variables
 
 
-def _ray(run: Path, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+def _ray(run: Path, processes: int, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
     program, storage = ROOT / "examples" / "clusters" / "ray_job.py", run.parent.parent
-    options = [f"--name={run.parent.name}", "--ranks=2", "--max-failures=1000"]
+    options = [f"--name={run.parent.name}", f"--ranks={processes}", "--max-failures=1000"]
     # A cluster of its own, whose token is not written into the user's home.
     variables = {"RAY_ADDRESS": "local", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    variables["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": processes})
     return [sys.executable, str(program), "run.yaml", str(storage), *options, *settings], variables
 
 
@@ -126,9 +133,9 @@ def _slurm() -> Iterator[Engine]:
     with tempfile.TemporaryDirectory() as folder:
         slurm = Slurm(Path(folder))
 
-        def srun(run: Path, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
-            options = ["--nodes=2", "--ntasks-per-node=1", "--overcommit", "--kill-on-bad-exit=0", "--no-kill"]
-            return ["srun", *options, *_hp_train(run, settings)[0]], slurm.environment
+        def srun(run: Path, processes: int, settings: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+            options = f"--nodes={processes} --ntasks-per-node=1 --overcommit --kill-on-bad-exit=0 --no-kill".split()
+            return ["srun", *options, *_hp_train(run, processes, settings)[0]], slurm.environment
 
         try:
             slurm.start()

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,6 +21,10 @@ from engines import HP_TRAIN, Engine, Layout
 
 from hp_dtensor.launch.fork_server import RECORDS, environment_of
 from hp_trainer.metrics import read_metrics
+
+sys.path.append(str(Path(__file__).parents[1] / "trainer"))
+
+from running_commands import left_in_shared_memory
 
 STEPS = 150
 # 12 samples are divided by 2, 3 and 4 ranks; a pipeline of two stages takes one layer for each.
@@ -96,8 +101,8 @@ class Ranks:
         self.expect(self.finish(self.start("--launch.local_ranks=1")), 0)
         self.curve = self.losses()
 
-    def start(self, *settings: str, engine: Engine = HP_TRAIN) -> subprocess.Popen[str]:
-        command, variables = engine.command(self.run, (*SETTINGS, *settings))
+    def start(self, *settings: str, engine: Engine = HP_TRAIN, processes: int = 1) -> subprocess.Popen[str]:
+        command, variables = engine.command(self.run, processes, (*SETTINGS, *settings))
         # It marks the processes of this command, whose ranks lead groups of their own.
         self.mark = f"HP_CHAOS_COMMAND={time.monotonic_ns()}"
         name, value = self.mark.split("=")
@@ -365,7 +370,7 @@ def be_killed(
     spares = f"--fault_tolerance.spares={random_.randrange(2)}"
     settings = (*engine.launched(layout), *RECOVERY, spares, "--training.steps=1000000")
     with ranks.in_folder(engine.run_folder(ranks.folder)):
-        process = ranks.start(*settings, engine=engine)
+        process = ranks.start(*settings, engine=engine, processes=engine.processes(layout))
         seconds, num_steps, sockets, made = kill_at_random(ranks, process, engine, layout, counts, random_)
         is_stopped = engine.is_stopped or (lambda _: False)
         for pid in [pid for pid, title in ranks.titles().items() if is_stopped(title)] or [process.pid]:
@@ -432,16 +437,6 @@ def listening_sockets() -> set[str]:
     """Return the inodes of the listening TCP sockets of this machine."""
     rows = [line.split() for each in ("tcp", "tcp6") for line in Path(f"/proc/net/{each}").read_text().splitlines()[1:]]
     return {row[9] for row in rows if row[3] == "0A"}
-
-
-def left_in_shared_memory(before: set[str]) -> list[str]:
-    """Return new names in shared memory that no process has mapped: other programs may use it meanwhile."""
-    new = set(os.listdir("/dev/shm")) - before
-    mapped = ""
-    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
-        with contextlib.suppress(OSError):
-            mapped += maps.read_text(errors="replace")
-    return sorted(name for name in new if f"/dev/shm/{name}" not in mapped)
 
 
 def lose_a_rank(ranks: Ranks, layout: tuple[str, ...], random_: random.Random) -> str:
