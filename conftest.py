@@ -28,7 +28,7 @@ def pytest_collection_finish() -> None:
 # What ranks and commands import before their first step. torch imports its symbolic shapes in the first backward from a
 # gradient, and its compiler in an optimizer's first step: two seconds each.
 IMPORTED = ("hp_fsdp", "hp_moe", "hp_trainer.training", "hp_trainer.cli.train", "hp_trainer.models.hugging_face")
-IMPORTED_FOR = {"torch": ("torch.fx.experimental.symbolic_shapes", "torch._dynamo", "numpy.ma")}
+IMPORTED_FOR = {"torch": ("torch.fx.experimental.symbolic_shapes", "torch._dynamo")}
 
 
 @pytest.fixture(scope="session")

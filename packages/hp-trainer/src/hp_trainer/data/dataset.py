@@ -49,9 +49,9 @@ class SampleOrder:
         epochs, indices = np.divmod(positions, self.num_samples)
         result = np.empty(len(positions), dtype=np.int64)
         # A batch spans more than one epoch only at its boundary, or where the samples are few.
-        for epoch in np.unique(epochs):
+        for epoch in sorted(set(epochs.tolist())):
             inside = epochs == epoch
-            result[inside] = self._permute(indices[inside].astype(np.uint64), int(epoch))
+            result[inside] = self._permute(indices[inside].astype(np.uint64), epoch)
         return result
 
     def _permute(self, values: np.ndarray, epoch: int) -> np.ndarray:

@@ -259,4 +259,4 @@ class MixedSamples(Samples):
     def _by_source(self, indices: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:
         """Return (source, mask of its `indices`, their indices within the source) of each source that has any."""
         of = np.searchsorted(self._offsets, indices, side="right") - 1
-        return [(self.sources[n], of == n, indices[of == n] - self._offsets[n]) for n in np.unique(of)]
+        return [(self.sources[n], of == n, indices[of == n] - self._offsets[n]) for n in sorted(set(of.tolist()))]

@@ -7,11 +7,10 @@ its owner in rank order.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from hp_dtensor.comm.collectives import exchange_packed, saving_result
 from hp_dtensor.comm.process_group import ProcessGroup
@@ -138,9 +137,9 @@ def _summed(platform: Platform, parts: Sequence[Tensor], spans: Sequence[Range],
     """Assemble heads from all ranks along dimension 1, adding those that several ranks hold."""
     ops = platform.ops
     # Heads are divided at all ends of ranks' spans, so that each interval is held fully or not at all by a rank.
-    bounds = np.unique([0, heads, *(end for span in spans for end in span)])
+    bounds = sorted({0, heads, *(end for span in spans for end in span)})
     joined = []
-    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    for first, last in itertools.pairwise(bounds):
         owners = [
             _heads(platform, part, (first - a, last - a))
             for part, (a, b) in zip(parts, spans, strict=True)
