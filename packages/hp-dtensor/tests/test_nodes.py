@@ -134,6 +134,27 @@ def test_without_other_machines_their_places_are_shared(job: Nodes, come: Callab
     assert job.hosts() == ("127.0.0.1",) * 3
 
 
+def test_a_machine_whose_ranks_do_not_go_on_takes_a_place_later(job: Nodes, come: Callable[[int], _Channel]) -> None:
+    _first, second = come(1), come(2)
+    until(lambda: job.fill() == [])
+    ranks = RanksOfNodes("none", 6, num_nodes=3, replacement=Replacement(1), nodes=job)
+    machines = [job.place(number) for number in (1, 1, 1, 1, 2, 2)]
+    ranks._processes = [node.start(rank, 6, again=False) for rank, node in enumerate(machines) if node is not None]
+    # A rank of machine 1 has died, and those of the others go on, numbered again.
+    ranks._go_on_with([0, 1, 4, 5])
+    assert job.lost() == []
+    assert [node and node.number for node in map(job.place, range(3))] == [None, None, 2]
+    second.close()
+    until(lambda: job.lost() == [2])
+    assert job.fill() == []
+    assert [node and node.number for node in map(job.place, range(3))] == [None, None, 1]
+    # When all ranks start again, each machine has its own place.
+    come(2)
+    job.clear()
+    until(lambda: job.fill() == [])
+    assert [node and node.number for node in map(job.place, range(3))] == [None, 1, 2]
+
+
 def test_how_a_rank_ended_is_known_only_with_its_end(job: Nodes, come: Callable[[int], _Channel]) -> None:
     """A failure without an end would be that of a rank that still runs, and end the job."""
     channel = come(1)

@@ -21,7 +21,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -66,7 +66,8 @@ class Nodes:
         self._host = host
         self._lock = threading.Lock()
         self._nodes: list[_Node] = []
-        # The machine of each place but the first, which is this one.
+        # The places that have ranks, and the machine of each, but for the first place, which is this machine's.
+        self._used: Collection[int] = range(1, size)
         self._places: dict[int, _Node] = {}
         self._write_file()
         threading.Thread(target=self._accept, name="nodes", daemon=True).start()
@@ -95,12 +96,18 @@ class Nodes:
         return self._places.get(number)
 
     def lost(self) -> list[int]:
-        """Return the places whose machines are lost, or have not connected yet."""
-        return [place for place in range(1, self.size) if place not in self._places or not self._places[place].is_alive]
+        """Return the places with ranks whose machines are lost, or have not connected yet."""
+        return [place for place in self._used if place not in self._places or not self._places[place].is_alive]
 
     def clear(self) -> None:
-        """Take all places back: after `share` a machine has several."""
+        """Take all places back, each of which has ranks again: after `share` a machine has several."""
         self._places.clear()
+        self._used = range(1, self.size)
+
+    def use(self, places: Collection[int]) -> None:
+        """Have ranks at these places only; machines of other ones are spare from now on."""
+        self._used = sorted(set(places) - {0})
+        self._places = {place: node for place, node in self._places.items() if place in self._used}
 
     def fill(self) -> list[int]:
         """Give lost places to machines without one, preferably a machine's own, and return those that remain."""
@@ -329,15 +336,10 @@ class RanksOfNodes(ReplacedRanks):
 
     def _await_nodes(self, seconds: float) -> list[int]:
         deadline = time.monotonic() + seconds
-        while (missing := self._fill()) and time.monotonic() < deadline:
+        while (missing := self.nodes.fill()) and time.monotonic() < deadline:
             self._check()
             time.sleep(_POLL_SECONDS)
         return missing
-
-    def _fill(self) -> list[int]:
-        """Find machines for lost places; return the places with ranks that remain lost."""
-        places = {slot // self._local_size for slot in self._slots}
-        return [place for place in self.nodes.fill() if place in places]
 
     def _spawn(self, rank: int, *, again: bool = False) -> Process:
         place = 0 if rank < 0 else rank // self._local_size
@@ -355,7 +357,7 @@ class RanksOfNodes(ReplacedRanks):
         return started
 
     def _find_nodes(self) -> bool:
-        if not self._fill():
+        if not self.nodes.fill():
             return True
         seconds = self.replacement.node_seconds
         self.replacement.report(f"waiting up to {seconds:g} s for a machine in place of a lost one")
@@ -363,6 +365,10 @@ class RanksOfNodes(ReplacedRanks):
             return True
         self.nodes.share()
         return False
+
+    def _go_on_with(self, remaining: Sequence[int]) -> None:
+        ReplacedRanks._go_on_with(self, remaining)
+        self.nodes.use({slot // self._local_size for slot in self._slots})
 
     def _count(self, dead: list[Process]) -> int:
         lost = {each.node for each in dead if isinstance(each, _RemoteProcess) and not each.node.is_alive}
