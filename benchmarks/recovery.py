@@ -5,8 +5,9 @@
 
 Runs of `hp-train` on the CPU. In one run, a copy is made in every other interval: times are medians over
 intervals with and without one, and the time that training waits for copies is also measured alone. A death is
-survived with a spare process, by starting a process, and by starting all ranks again from a checkpoint of that step. On
-MindSpore each rank takes a spare process, or a process is started for each.
+survived with a spare process, by starting a process, and by starting all ranks again from a checkpoint of that step:
+by `hp-train`, which forks them from a process that has imported the framework, and on PyTorch by torchrun, where each
+imports it. On MindSpore each rank takes a spare process, or a process is started for each.
 
 With `--kills`, a random rank of two replicas is killed every `--pause` seconds instead. Goodput is the time that the
 steps of this run take in an undisturbed one, with copies, divided by the time of this run. The undisturbed time of a
@@ -104,20 +105,21 @@ class Runs:
         (metadata / "entry_points.txt").write_text("[hp_trainer]\ntimes = times\n")
         (folder / "plugins" / "times.py").write_text(PLUGIN)
 
-    def start(self, *settings: str, **variables: str) -> subprocess.Popen[str]:
-        """Start a run that writes the times of its steps."""
+    def start(self, *settings: str, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
+        """Start a run that writes the times of its steps; `launcher` is a program that starts its ranks."""
         self.number += 1
         for name in ("steps", "died", "copies"):
             (self.folder / name).unlink(missing_ok=True)
         path = os.pathsep.join([str(self.folder / "plugins"), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "hp_trainer", "run", "run.yaml", f"--run.folder=out{self.number}", *settings]
+        arguments = ("-m", "hp_trainer", "run", "run.yaml", f"--run.folder=out{self.number}", *settings)
         environment = os.environ | {"PYTHONPATH": path, "HP_PLATFORM": self.options.platform} | variables
         log = (self.folder / "log").open("w")
+        command = [sys.executable, *launcher, *arguments]
         return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, text=True)
 
-    def train(self, *settings: str, **variables: str) -> list[tuple[int, float, float]]:
+    def train(self, *settings: str, launcher: tuple[str, ...] = (), **variables: str) -> list[tuple[int, float, float]]:
         """Return step, time and processor time of rank 0 of each finished step."""
-        if self.start(*settings, **variables).wait():
+        if self.start(*settings, launcher=launcher, **variables).wait():
             raise SystemExit((self.folder / "log").read_text())
         return self.times()
 
@@ -139,14 +141,15 @@ class Runs:
         )
         return with_, without
 
-    def seconds_to_recover(self, *settings: str) -> tuple[float, float]:
+    def seconds_to_recover(self, settings: tuple[str, ...], launcher: tuple[str, ...] = ()) -> tuple[float, float]:
         """Return the time from a death to the next finished step, and to the end of the step in which it happened.
 
         The rank that dies waits before, long enough for a spare process to be ready.
         """
         step = self.options.interval + 2
         dies = f"{self.options.ranks - 1}:{step}"
-        times = self.train(*settings, f"--training.steps={step + 1}", DIES=dies, WAITS=str(self.options.wait))
+        settings = (*settings, f"--training.steps={step + 1}")
+        times = self.train(*settings, launcher=launcher, DIES=dies, WAITS=str(self.options.wait))
         died = float((self.folder / "died").read_text())
         later = [(number, when - died) for number, when, _ in times if when > died]
         return min(when for _, when in later), min(when for number, when in later if number == step)
@@ -205,12 +208,15 @@ def main() -> None:
         wait = statistics.median(waits) / options.interval
         print(f"of a step, wait for copies   {wait * 1e3:6.1f} ms   {100 * wait / without[0]:.1f} %")
         spares = 1 if options.platform == "torch" else options.ranks
-        ways = {
-            f"{spares} spare": (*copies, f"--fault_tolerance.spares={spares}"),
-            f"{spares} started": copies,
-            "all ranks, from a file": file,
+        torchrun = ("-m", "torch.distributed.run", f"--nproc-per-node={options.ranks}", "--max-restarts=1")
+        ways: dict[str, tuple[tuple[str, ...], ...]] = {
+            f"{spares} spare": ((*copies, f"--fault_tolerance.spares={spares}"),),
+            f"{spares} started": (copies,),
+            "all ranks, from a file": (file,),
         }
-        found = {name: runs.seconds_to_recover(*settings) for name, settings in ways.items()}
+        if options.platform == "torch":
+            ways["the same, by torchrun"] = file, torchrun
+        found = {name: runs.seconds_to_recover(*way) for name, way in ways.items()}
         for index, what in enumerate(("next finished step", "step in which it happened")):
             for name, seconds in found.items():
                 share = seconds[index] / found["all ranks, from a file"][index]
