@@ -16,9 +16,8 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.selection import get_platform
 from hp_moe import GroupedExperts, Routing, TokenPermutation
-from hp_platform_torch.moe import kernel_check
-from hp_platform_torch.moe.fused_experts import fused_experts, order_rows, schedule_tiles
-from hp_platform_torch.moe.tile_sizes import Tile, TileSizes
+from hp_platform_torch.moe import fused_experts as module
+from hp_platform_torch.moe.fused_experts import Tile, TileSizes, fused_experts, order_rows, schedule_tiles
 
 PLATFORM = get_platform("torch")
 
@@ -111,8 +110,8 @@ def run_case(tokens, dim, hidden_dim, experts, slots, options):
 
 def layer_results(recomputed, fused):
     """Output and gradients of `GroupedExperts`, by the kernels or not, saved or recomputed in backward."""
-    kernel_check._applies = lambda *_: True
-    hp_moe.experts._implementation = lambda platform: kernel_check.checked_fused_experts if fused else None
+    module._applies = lambda *_: True
+    hp_moe.experts._implementation = lambda platform: module.checked_fused_experts if fused else None
     with nn.building(PLATFORM):
         layer = GroupedExperts(24, 16, 4)
     generator = torch.Generator().manual_seed(3)
@@ -133,18 +132,18 @@ def run_layer():
     return {
         "error": max(float((a - b).norm() / b.norm()) for a, b in zip(plain, retained, strict=True)),
         "recomputed alike": all(torch.equal(a, b) for a, b in zip(retained, again, strict=True)),
-        "checked": [passed for kind, passed in kernel_check._passed.items() if kind.dim == 24],
+        "checked": [passed for kind, passed in module._passed.items() if kind.dim == 24],
     }
 
 
 def run_check():
     """A right compiler passes the check of the first use; one that gives wrong numbers is reported and not used."""
-    kind = kernel_check.Kind(torch.device("cpu"), torch.float32, 24, 16, 2, None, tiles())
-    error = kernel_check.largest_error(kind, PLATFORM)
-    kernel_check.largest_error = lambda *_: 0.5
+    kind = module.Kind(torch.device("cpu"), torch.float32, 24, 16, 2, None, tiles())
+    error = module.largest_error(kind, PLATFORM)
+    module.largest_error = lambda *_: 0.5
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        passes = [kernel_check._passes(kind, PLATFORM) for _ in range(2)]
+        passes = [module._passes(kind, PLATFORM) for _ in range(2)]
     return {"error": error, "passes": passes, "warnings": [str(each.message) for each in caught]}
 
 

@@ -22,8 +22,7 @@ from hp_dtensor.spec.placements import Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch import patches
 from hp_platform_torch.ops import ascend, attention
-from hp_platform_torch.ops.names import function_named, names_of
-from hp_platform_torch.ops.namespace import build_ops
+from hp_platform_torch.ops.namespace import build_ops, function_named, names_of
 from hp_platform_torch.processes import TorchProcesses
 from hp_platform_torch.tensor import dtensor, torch_operation
 from hp_platform_torch.tensor.autograd import (

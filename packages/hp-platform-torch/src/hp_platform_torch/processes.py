@@ -20,7 +20,7 @@ from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import PlatformError
 from hp_dtensor.launch.environment import device_index, from_environment, is_launched
 from hp_dtensor.platform.interface import DeviceFacts, Platform
-from hp_platform_torch.comm.backends import device_types, shares_devices
+from hp_platform_torch.comm.groups import device_types, shares_devices
 from hp_platform_torch.comm.world import TorchWorld, join, joined_store, leave, serve
 from hp_platform_torch.profiling import peak_flops
 

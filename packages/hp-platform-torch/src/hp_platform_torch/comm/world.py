@@ -21,8 +21,7 @@ from hp_dtensor.comm.meeting_point import MeetingPoint
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import CollectiveError, PlatformError
-from hp_platform_torch.comm.backends import BACKEND_NAMES, device_types, shares_devices
-from hp_platform_torch.comm.groups import FACTS, StagedGroup, TorchGroup
+from hp_platform_torch.comm.groups import BACKEND_NAMES, FACTS, StagedGroup, TorchGroup, device_types, shares_devices
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform

@@ -35,7 +35,7 @@ def torch_fused_experts() -> FusedExperts:
     # Importing Triton takes a third of a second, for which a process without CUDA has no use.
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return experts_of_host
-    from hp_platform_torch.moe.kernel_check import checked_fused_experts
+    from hp_platform_torch.moe.fused_experts import checked_fused_experts
 
     def experts_of_device(x: torch.Tensor, *args: Any) -> torch.Tensor | None:
         return checked_fused_experts(x, *args) if x.is_cuda else experts_of_host(x, *args)

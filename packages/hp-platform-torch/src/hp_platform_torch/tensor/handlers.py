@@ -24,7 +24,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_autograd_reaches, check_hook, plain_backward_arguments
 from hp_dtensor.tensor.redistribution import observe_gradient, shortcut_views, with_shortcuts
 from hp_platform_torch.ops.decompositions import DECOMPOSED
-from hp_platform_torch.ops.names import property_of
+from hp_platform_torch.ops.namespace import property_of
 from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, unwrap_gradient, wrap_gradient, wrap_in_place
 from hp_platform_torch.tensor.torch_operation import Handler, LocalOperations, first_spec, locally, run_into
 

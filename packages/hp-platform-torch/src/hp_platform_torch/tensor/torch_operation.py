@@ -25,7 +25,7 @@ from hp_dtensor.tensor.redistribution import recorded_view
 from hp_dtensor.tensor.saved_shards import RESHARDING, saving_shard
 from hp_dtensor.trees import map_tensors
 from hp_platform_torch.ops.decompositions import CHECKS, LOCAL_FORMS
-from hp_platform_torch.ops.names import canonical_name
+from hp_platform_torch.ops.namespace import canonical_name
 
 Tensor = torch.Tensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
