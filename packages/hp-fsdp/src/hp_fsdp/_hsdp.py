@@ -87,13 +87,16 @@ def hsdp(
         mesh = _mesh_of_parameters(cell)
     platform = mesh.platform if isinstance(mesh, DeviceMesh) else get_platform()
     num_ranks = mesh.size() if isinstance(mesh, DeviceMesh) else current_world(platform).size
-    flags = {"enable_grad_accumulation": enable_grad_accumulation, "use_eager_hook": use_eager_hook}
-    flags |= {"comm_async": comm_async, "comm_fusion": comm_fusion}
     problems = [
         *_cell_problems(cell, platform, mesh),
         *_size_problems(shard_size, num_ranks, threshold, bucket_size),
         *_choice_problems(optimizer_level, grad_scale, platform, reduce_dtype),
-        *(f"{name}: expected a bool, got {flag!r}" for name, flag in flags.items() if not isinstance(flag, bool)),
+        *_flag_problems(
+            enable_grad_accumulation=enable_grad_accumulation,
+            use_eager_hook=use_eager_hook,
+            comm_async=comm_async,
+            comm_fusion=comm_fusion,
+        ),
     ]
     if problems:
         raise HSDPError("hsdp: " + "; ".join(problems))
@@ -274,6 +277,10 @@ def _size_problems(shard_size: Any, num_ranks: int, threshold: Any, bucket_size:
         yield f"threshold: expected KB, an int that is not negative, got {threshold!r}"
     if type(bucket_size) is not int or bucket_size < -1:
         yield f"bucket_size: expected KB, -1 for no limit, or 0 for no fusion, got {bucket_size!r}"
+
+
+def _flag_problems(**flags: Any) -> list[str]:
+    return [f"{name}: expected a bool, got {flag!r}" for name, flag in flags.items() if not isinstance(flag, bool)]
 
 
 def _choice_problems(level: Any, grad_scale: Any, platform: Platform, reduce_dtype: Any) -> Iterator[str]:

@@ -259,13 +259,14 @@ class MoE(nn.Module):
         (2, 3, 4)
     """
 
-    split_mesh: DeviceMesh | None
-    reshard_after_forward: bool
-    token_mesh: DeviceMesh | None
-    sequence_mesh: DeviceMesh | None
-    step_tokens: int | None
-    allow_nonfinite: bool
-    loss_scale: float
+    # Set by parallel styles and by the caller; these are the values of one rank.
+    split_mesh: DeviceMesh | None = None
+    reshard_after_forward: bool = False
+    token_mesh: DeviceMesh | None = None
+    sequence_mesh: DeviceMesh | None = None
+    step_tokens: int | None = None
+    allow_nonfinite: bool = False
+    loss_scale: float = 1.0
 
     def __init__(
         self,
@@ -298,9 +299,7 @@ class MoE(nn.Module):
         aux_losses: AuxLosses | None = None,
     ) -> None:
         super().__init__()
-        if load_balance_coeff is not None and not load_balance_coeff > 0:
-            raise MoEConfigError(f"load_balance_coeff must be above 0 or None, got {load_balance_coeff}")
-        _check_selection(selection, load_balance_coeff, capacity, aux_losses)
+        _check_balance(selection, load_balance_coeff, capacity, aux_losses)
         self.name = ""
         self.dim = dim
         self.num_experts = num_experts
@@ -337,18 +336,12 @@ class MoE(nn.Module):
         self.shared_experts = FeedForward(dim, shared_dim, activation) if shared_dim else None
         self.shared_gate = nn.Linear(dim, 1) if shared_gate else None
         # Buffers, so that checkpoints save them.
-        bias = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
-        self.register_buffer("expert_bias", bias if load_balance_coeff is not None else None)
-        shares = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
-        self.register_buffer("last_shares", shares if self.aux_losses.global_batch else None)
-        # Set by parallel styles and by the caller; the defaults are those of one rank.
-        self.split_mesh = None
-        self.reshard_after_forward = False
-        self.token_mesh = None
-        self.sequence_mesh = None
-        self.step_tokens = None
-        self.allow_nonfinite = False
-        self.loss_scale = 1.0
+        for buffer, is_used in (
+            ("expert_bias", load_balance_coeff is not None),
+            ("last_shares", self.aux_losses.global_batch),
+        ):
+            zeros = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
+            self.register_buffer(buffer, zeros if is_used else None)
         self.totals = StepTotals(self.platform, num_experts)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
@@ -584,10 +577,12 @@ class MoE(nn.Module):
             )
 
 
-def _check_selection(
+def _check_balance(
     selection: str, load_balance_coeff: float | None, capacity: Capacity | None, aux_losses: AuxLosses | None
 ) -> None:
     """Raise if a selection that balances the choices is combined with a bias, losses or a capacity that do so too."""
+    if load_balance_coeff is not None and not load_balance_coeff > 0:
+        raise MoEConfigError(f"load_balance_coeff must be above 0 or None, got {load_balance_coeff}")
     losses = [name for name in LOSSES if name != "z" and aux_losses is not None and getattr(aux_losses, name)]
     given = {
         "load_balance_coeff": load_balance_coeff is not None,

@@ -89,8 +89,38 @@ def kind_of(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], 
 def _hypotheses(
     pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], step: int
 ) -> Iterator[tuple[str, str]]:
-    a, b = pair.a.digest, pair.b.digest
     # From specific to general: the first hypothesis that fits is the answer, and later ones would fit as well.
+    yield from _of_missing_values(pair)
+    if step == 0 and not _is_permuted(pair):
+        yield "initial weights", "the sides do not start from the same weights: another seed, source or initialization"
+    # Before the factor: the sum of equal summands is a multiple of each, but the cause is the missing all-reduce.
+    yield from _of_replicas(pair)
+    yield from _of_factor(pair, about_a, about_b)
+    yield from _of_previous_step(pair)
+    yield from _of_some_elements(pair)
+    if _is_permuted(pair):
+        yield (
+            "permutation",
+            "the same values in other places: exchanged shards, experts or rows, or another order of ranks",
+        )
+    relative, along = _change(pair)
+    if relative < _SMALL and along > _ALONG:
+        yield "formula", "small and along the tensor itself: another constant, such as an epsilon, or another formula"
+    yield from _of_rounding(pair, relative)
+    if about_a.get("random") or about_b.get("random"):
+        yield "random numbers", "nothing else fits, and the model draws random numbers: another seed or order of draws"
+    if about_b.get("world_size", 1) > 1 and _is_part_of_sum(pair):
+        yield (
+            "missing reduction",
+            "B has a part of the sum: gradients of some ranks, samples or micro-batches are missing",
+        )
+    if relative < _SMALL:
+        yield "formula", "small: another constant, such as an epsilon, or another formula"
+    yield "values", "no simple relation: another input, mask, weight or formula at this place"
+
+
+def _of_missing_values(pair: Pair) -> Iterator[tuple[str, str]]:
+    a, b = pair.a.digest, pair.b.digest
     for side, event in (("A", pair.a), ("B", pair.b)):
         if event.dtype == MISSING:
             yield "lost", f"{side} has no gradient of this weight"
@@ -101,24 +131,20 @@ def _hypotheses(
     if not (a.is_finite and b.is_finite):
         side = "B" if a.is_finite else "A"
         yield "not finite", f"{side} has NaN or infinite values here, and the other side has not"
-    if step == 0 and not _is_permuted(pair):
-        yield "initial weights", "the sides do not start from the same weights: another seed, source or initialization"
-    # Before the factor: the sum of equal summands is a multiple of each, but the cause is the missing all-reduce.
-    yield from _of_replicas(pair)
-    yield from _of_factor(pair, about_a, about_b)
-    yield from _of_previous_step(pair)
-    yield from _of_some_elements(pair)
-    change, scale = norm_of(b.values - a.values, b.num_bucketed), max(a.norm, b.norm)
-    if _is_permuted(pair):
-        yield (
-            "permutation",
-            "the same values in other places: exchanged shards, experts or rows, or another order of ranks",
-        )
-    relative = change / scale
+
+
+def _change(pair: Pair) -> tuple[float, float]:
+    """Return the size of the difference relative to the tensor, and the cosine between the two.
+
+    Rounding has no direction, so its cosine is near 0.
+    """
+    a, b = pair.a.digest, pair.b.digest
     vectors = _vector(a.values), _vector(b.values)
-    if relative < _SMALL and abs(_cosine(vectors[0], vectors[1] - vectors[0])) > _ALONG:
-        # Rounding has no direction.
-        yield "formula", "small and along the tensor itself: another constant, such as an epsilon, or another formula"
+    relative = norm_of(b.values - a.values, b.num_bucketed) / max(a.norm, b.norm)
+    return relative, abs(_cosine(vectors[0], vectors[1] - vectors[0]))
+
+
+def _of_rounding(pair: Pair, relative: float) -> Iterator[tuple[str, str]]:
     # Not in all rows: those of an embedding or an expert that were not used are zero.
     is_spread = any(len(chosen) > _filled(pair, dim) // 2 for dim, chosen in enumerate(_differing(pair)))
     # A value is rounded by at most 2^-8 or 2^-11 of it, and by about half of that in the mean. Sums cancel a part,
@@ -126,22 +152,13 @@ def _hypotheses(
     for dtype, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
         if unit > pair.unit and unit / 8 < relative < unit * 4 and is_spread:
             yield "dtype", f"as large as rounding to {dtype} makes it: a product, cast or reduction in {dtype}"
-    if about_a.get("random") or about_b.get("random"):
-        yield "random numbers", "nothing else fits, and the model draws random numbers: another seed or order of draws"
-    # A part of a sum is shorter than the sum and points roughly the same way.
-    if (
-        pair.a.pass_ == "gradient"
-        and about_b.get("world_size", 1) > 1
-        and b.norm < 0.98 * a.norm
-        and _cosine(*vectors) > 0.15
-    ):
-        yield (
-            "missing reduction",
-            "B has a part of the sum: gradients of some ranks, samples or micro-batches are missing",
-        )
-    if relative < _SMALL:
-        yield "formula", "small: another constant, such as an epsilon, or another formula"
-    yield "values", "no simple relation: another input, mask, weight or formula at this place"
+
+
+def _is_part_of_sum(pair: Pair) -> bool:
+    """Return True if B's gradient is shorter than A's and points roughly the same way, as a part of a sum does."""
+    a, b = pair.a.digest, pair.b.digest
+    is_shorter = pair.a.pass_ == "gradient" and b.norm < 0.98 * a.norm
+    return is_shorter and _cosine(_vector(a.values), _vector(b.values)) > 0.15
 
 
 def _of_replicas(pair: Pair) -> Iterator[tuple[str, str]]:

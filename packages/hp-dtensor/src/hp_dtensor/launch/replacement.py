@@ -182,60 +182,80 @@ class ReplacedRanks(LocalRanks):
     def _replace(self, dead: list[Process], request: Run, seconds: float) -> None:
         """Form the next generation, with newcomers for the dead ranks and those that do not answer in time."""
         lost_at, newcomers, reasons, lacks_node = time.monotonic(), set[int](), list[str](), False
+        last_met = self._generation.number
         # A hang counts as one death, that of the rank which is then killed.
-        num_counted, last_met = 0 if dead else 1, self._generation.number
+        num_counted = 0 if dead else 1
         self._num_deaths += num_counted
         while True:
             # Ranks that a stop signal has ended are not replaced.
             self._check()
-            num_uncounted = max(0, self._count(dead) - num_counted)
+            self._count_deaths(dead, num_counted, last_met)
             num_counted = 0 if dead else num_counted
-            self._num_deaths += num_uncounted
-            self._gone |= {process.rank for process in dead}
-            # Ranks that were killed because they hung do not end the generation that begins without them. Only now is
-            # it known that others can go on.
-            can_go_on = self._generation.number > last_met and self._remaining()
-            if self._generation.is_last and (num_uncounted or not dead) and not can_go_on:
-                raise self._exhausted()
             self._close()
-            number = self._generation.number + 1
             reasons += [self._describe(process) for process in dead]
-            is_over = self._num_deaths > self.replacement.most
-            remaining = self._remaining() if is_over or lacks_node or self._is_late else ()
-            # Once: a lost machine that was not replaced in time then shares the place of another one.
-            if not remaining and not lacks_node and not self._find_nodes():
-                lacks_node, remaining = True, self._remaining()
-            members, self._is_late = remaining or range(self.size), False
-            fresh = set(members) if self._memory else set(() if remaining else self._gone)
+            members, lacks_node, is_last = self._choose_members(lacks_node)
+            is_smaller = len(members) < self.size
+            fresh = set(members) if self._memory else set(() if is_smaller else self._gone)
             self._report(dead, members, reasons)
             newcomers |= fresh
             self._joining |= fresh
-            is_last = (lacks_node or is_over) and not remaining
-            names = tuple(new for new, rank in enumerate(members) if rank in newcomers)
             self._generation = self._next(
-                number,
+                self._generation.number + 1,
                 members,
-                newcomers=names,
+                newcomers=tuple(new for new, rank in enumerate(members) if rank in newcomers),
                 lost_at=lost_at,
                 reason="; ".join(reasons),
                 is_last=is_last,
                 lacks_node=lacks_node,
             )
-            self._leave(number, fresh)
-            # A stop signal may have come while no rank was there to get it.
-            self._check()
-            dead = self._await(number, Left, members, fresh, seconds)
-            if dead:
-                continue
-            self._invite(members)
-            dead = self._await(number, Joined, members, (), seconds)
+            dead = self._meet(members, fresh, seconds)
             if not dead:
                 break
         self._joining.clear()
         self._send_to(newcomers & set(members), request)
-        if remaining:
-            self._go_on_with(remaining)
+        if is_smaller:
+            self._go_on_with(members)
         self._start_spares(request)
+
+    def _count_deaths(self, dead: list[Process], num_counted: int, last_met: int) -> None:
+        """Count the deaths but for `num_counted`, and raise if no further generation is allowed.
+
+        Args:
+            last_met: number of the last generation whose members met.
+        """
+        num_uncounted = max(0, self._count(dead) - num_counted)
+        self._num_deaths += num_uncounted
+        self._gone |= {process.rank for process in dead}
+        # Ranks that were killed because they hung do not end the generation that begins without them. Only now is it
+        # known that others can go on.
+        can_go_on = self._generation.number > last_met and self._remaining()
+        if self._generation.is_last and (num_uncounted or not dead) and not can_go_on:
+            raise self._exhausted()
+
+    def _choose_members(self, lacks_node: bool) -> tuple[Sequence[int], bool, bool]:
+        """Return the ranks of the next generation, whether a machine is missing, and whether it is the last generation.
+
+        All ranks are members, or those that can go on without the dead ones.
+        """
+        is_over = self._num_deaths > self.replacement.most
+        remaining = self._remaining() if is_over or lacks_node or self._is_late else ()
+        # Once: a lost machine that was not replaced in time then shares the place of another one.
+        if not remaining and not lacks_node and not self._find_nodes():
+            lacks_node, remaining = True, self._remaining()
+        self._is_late = False
+        return remaining or range(self.size), lacks_node, (lacks_node or is_over) and not remaining
+
+    def _meet(self, members: Sequence[int], fresh: set[int], seconds: float) -> list[Process]:
+        """Let the members form the new generation, and return the ranks that have died meanwhile."""
+        number = self._generation.number
+        self._leave(number, fresh)
+        # A stop signal may have come while no rank was there to get it.
+        self._check()
+        dead = self._await(number, Left, members, fresh, seconds)
+        if not dead:
+            self._invite(members)
+            dead = self._await(number, Joined, members, (), seconds)
+        return dead
 
     def _leave(self, number: int, fresh: set[int]) -> None:
         """Make all ranks leave the present generation, and start those of `fresh` again."""

@@ -237,19 +237,34 @@ class Pipeline:
         elif not reduces_once:
             raise PipelineError("reduces_once=False: expected gathers_for_step=False with it, got True")
         self._gathers_for_step = gathers_for_step
+        self._parameters = self._parameters_by_stage(reduces_once)
+        # By `forward_only`.
+        self._programs: dict[bool, tuple[Action, ...]] = {}
+        # Bound once: a step looks up the method of each action.
+        self._actions = self._methods_by_kind()
+        self._return_outputs = False
+        self._args: Sequence[tuple[Any, ...]] = ()
+        self._kwargs: Sequence[dict[str, Any]] = ()
+        self._targets: Sequence[Any] = ()
+        self._loss_kwargs: Mapping[str, Any] = {}
+        self._outputs: dict[int, Any] = {}
+        self._losses: dict[int, Tensor] = {}
+        # Outputs, and gradients of inputs, that the next consumer has not taken yet, by (producing stage, micro-batch).
+        self._pending_outputs: dict[tuple[int, int], tuple[MessageLayout, list[Tensor]]] = {}
+        self._pending_gradients: dict[tuple[int, int], list[Tensor]] = {}
 
+    def _parameters_by_stage(self, reduces_once: bool) -> dict[int, StageParameters]:
         def parameters_of(module: Any) -> StageParameters:
-            if gathers_for_step:
+            if self._gathers_for_step:
                 return UnshardedForStep(self.platform, module)
             return UnshardedForUse(self.platform, module, reduces_once=reduces_once)
 
         # Stages may share a module: its parameters are then gathered and reduced once for all of them.
-        shared = {id(stage.submod): parameters_of(stage.submod) for stage in stages}
-        self._parameters = {index: shared[id(stage.submod)] for index, stage in self.stages.items()}
-        # By `forward_only`.
-        self._programs: dict[bool, tuple[Action, ...]] = {}
-        # Bound once: a step looks up the method of each action.
-        self._actions: dict[Kind, Callable[[Action], None]] = {
+        shared = {id(module): parameters_of(module) for module in (stage.submod for stage in self.stages.values())}
+        return {index: shared[id(stage.submod)] for index, stage in self.stages.items()}
+
+    def _methods_by_kind(self) -> dict[Kind, Callable[[Action], None]]:
+        return {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT_GRAD: self._backward,
@@ -262,16 +277,6 @@ class Pipeline:
             Kind.RESHARD: lambda action: self._parameters[action.stage].reshard(),
             Kind.REDUCE_GRAD: lambda action: self._parameters[action.stage].reduce_grad(),
         }
-        self._return_outputs = False
-        self._args: Sequence[tuple[Any, ...]] = ()
-        self._kwargs: Sequence[dict[str, Any]] = ()
-        self._targets: Sequence[Any] = ()
-        self._loss_kwargs: Mapping[str, Any] = {}
-        self._outputs: dict[int, Any] = {}
-        self._losses: dict[int, Tensor] = {}
-        # Outputs, and gradients of inputs, that the next consumer has not taken yet, by (producing stage, micro-batch).
-        self._pending_outputs: dict[tuple[int, int], tuple[MessageLayout, list[Tensor]]] = {}
-        self._pending_gradients: dict[tuple[int, int], list[Tensor]] = {}
 
     @property
     def num_microbatches(self) -> int:
