@@ -94,7 +94,7 @@ def hops_and_gathered(sharding, documents):
     tokens = tokens_of(sharding, documents)
     needed, ranks = needed_hops(tokens, True, None), sharding.ranks
     plans = [plan_member(tokens, rank, needed, True, None, None).plans for rank in range(ranks)]
-    work = np.array([[count_scores(plan, 1) for plan in each] for each in plans], float)
+    work = np.array([[count_scores(plan) for plan in each] for each in plans], float)
     started, done = np.zeros(ranks), work[:, 0].copy()
     for hop in range(1, ranks):
         # A block comes from the rank before, which has sent it on as it began to compute with it.

@@ -490,7 +490,10 @@ class Muon:
 
 
 def _needs_owner(parameter: Tensor) -> bool:
-    """Return whether ranks hold only shards of the parameter's matrices, or may share the work on a single one."""
+    """Return whether owners compute the parameter's matrices: if they are sharded, or if there is only one.
+
+    A single matrix is computed by one rank even if it is replicated, so that ranks divide the matrices among them.
+    """
     if not isinstance(parameter, DTensor):
         return False
     spec = parameter.spec

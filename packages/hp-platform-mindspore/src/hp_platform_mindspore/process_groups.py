@@ -367,9 +367,9 @@ class Pending:
 
 
 class _PendingGatheredBytes:
-    """Bytes that each rank's part of `gathered` holds once the collective that reads `sent` has ended.
+    """A running all-gather of bytes from `sent` into `gathered`.
 
-    Asking whether it has ended would block on the device.
+    `wait` with a timeout returns None at once, because asking whether the collective has ended would block.
     """
 
     def __init__(self, work: Work, gathered: Tensor, sent: Tensor) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.process_group import ProcessGroup
@@ -128,14 +127,8 @@ def measure_group(group: ProcessGroup, num_bytes: int = 2**24, repeats: int = 5)
     return small, num_bytes * (group.size - 1) / max(large - small, 1e-9)
 
 
-def all_gather_seconds(
-    group: ProcessGroup, num_bytes: int, repeats: int, meanwhile: Callable[[], Any] | None = None
-) -> float:
-    """Return the time of the fastest of several all-gathers, after one that sets up buffers and connections.
-
-    Args:
-        meanwhile: computation that starts after the all-gather and before it is waited for; part of the time.
-    """
+def all_gather_seconds(group: ProcessGroup, num_bytes: int, repeats: int) -> float:
+    """Return the time of the fastest of several all-gathers, after one that sets up buffers and connections."""
     platform = group.platform
     assert platform is not None
     x = platform.zeros((num_bytes,), platform.dtype("uint8"))
@@ -145,10 +138,7 @@ def all_gather_seconds(
         platform.synchronize()
         group.barrier()
         start = time.perf_counter()
-        work = group.all_gather_into(output, x, async_op=meanwhile is not None)
-        if meanwhile is not None:
-            meanwhile()
-        work.wait()
+        group.all_gather_into(output, x)
         # A device runs collectives asynchronously: without waiting only their launch would be timed.
         platform.synchronize()
         times.append(time.perf_counter() - start)

@@ -61,7 +61,8 @@ class SocketWorld(World):
     """The ranks of a job, connected in pairs.
 
     Attributes:
-        failures: why a group cannot be used any more, by its ranks: one that is created again has the same channels.
+        failures: by the ranks of a group, the error after which it cannot be used. A group of the same ranks that is
+            created later has the same channels, so it fails too.
     """
 
     def __init__(self, rank: int, size: int, platform: Platform, address: str, timeout_seconds: float) -> None:
@@ -183,7 +184,11 @@ def _connect_pairs(point: MeetingPoint, meeting: Any, server: socket.socket, dea
 
 
 def _meet(rank: int, size: int, meeting: Any, server: socket.socket, deadline: float) -> dict[int, Any]:
-    """Exchange addresses at rank 0. Return its connections on rank 0, and addresses and that connection elsewhere."""
+    """Exchange addresses through rank 0.
+
+    Rank 0 returns its connection to each other rank. The others return their connection to rank 0, and the addresses of
+    the rest.
+    """
     if rank > 0:
         to_first = _connect(meeting, deadline)
         _send_line(to_first, [rank, size, server.getsockname()[1]])
@@ -206,9 +211,9 @@ def _meet(rank: int, size: int, meeting: Any, server: socket.socket, deadline: f
 def _arrivals(
     server: socket.socket, deadline: float, greeting: Callable[[socket.socket], Any]
 ) -> Iterator[tuple[socket.socket, str, Any]]:
-    """Yield connections with the address that each came from and its greeting. What does not greet is dropped.
+    """Yield each connection with the address that it came from and its greeting.
 
-    Such are the probes of `MeetingPoint`, which end at once, and programs that try every port.
+    Connections without a greeting are closed: probes of `MeetingPoint`, and programs that try every port.
     """
     while (left := deadline - time.monotonic()) > 0:
         server.settimeout(left)
@@ -315,7 +320,10 @@ class SocketGroup(ProcessGroup):
         return _Works([_Receiving(self, "exchange", peer, x) for peer, x in self._others(receives)])
 
     def _others(self, tensors: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
-        """Return what is sent or received, in an order in which each rank starts with another partner."""
+        """Return (rank, tensor) for each other rank with elements to exchange, starting with the next rank.
+
+        So no two ranks start with the same partner.
+        """
         order = ((self.rank + step) % self.size for step in range(1, self.size))
         return [(peer, x) for peer in order if (x := tensors[peer]) is not None and math.prod(x.shape)]
 

@@ -137,7 +137,8 @@ class Digester:
         """
         platform = self._platform
         device = platform.device_of(x)
-        rows, columns = _rows_and_columns([len(each) for each in region.indices])
+        lengths = [len(each) for each in region.indices]
+        rows, columns = (math.prod(lengths[:-1]), lengths[-1]) if lengths else (1, 1)
         with platform.no_grad():
             if not rows * columns:
                 found = self._zeros(LENGTH, device)
@@ -203,10 +204,6 @@ class Digester:
             arrays = [np.ascontiguousarray(each, self.host_dtype) for each in _vectors(region)]
             self._vectors[key] = tuple(x if self._is_host else self._platform.from_numpy(x, device) for x in arrays)
         return self._vectors[key]
-
-
-def _rows_and_columns(lengths: Sequence[int]) -> tuple[int, int]:
-    return (math.prod(lengths[:-1]), lengths[-1]) if lengths else (1, 1)
 
 
 def _vectors(region: Region) -> tuple[np.ndarray, ...]:

@@ -378,7 +378,7 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def backward_to_given_inputs() -> Iterator[None]:
-    """State that the backward of forwards in the block will be to given inputs. `as_one_node` then raises in forward.
+    """Declare that the backward of forwards in the block will be to given inputs. `as_one_node` raises in forward then.
 
     If none of the inputs precedes the node, that backward does not reach it and could not raise the error itself.
     """

@@ -33,8 +33,9 @@ def hp_may_have_accelerators() -> bool:  # type: ignore[empty-body]
 def hp_driver_files() -> dict[str, tuple[str, str]]:  # type: ignore[empty-body]
     """Return files with versions of drivers and libraries that the framework uses, without importing it.
 
-    Maps what a file describes to a glob pattern of its absolute path, and a regular expression whose first group is the
-    version. Files that do not exist, or do not match, are skipped. Optional. Since 0.1.1.
+    The result maps a name, such as "CUDA driver", to a pair: a glob pattern of absolute paths, and a regular expression
+    whose first group is the version in such a file. Files that do not exist, or do not match, are skipped. Optional.
+    Since 0.1.1.
     """
 
 

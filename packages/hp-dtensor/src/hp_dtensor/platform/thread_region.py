@@ -59,7 +59,7 @@ _installing = threading.Lock()
 
 
 class _Watched:
-    """A function that is noted in blocks of `watching`."""
+    """A function whose calls are reported to the notes of the `watching` blocks that its thread is in."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self._name, self._function = name, function
@@ -68,7 +68,7 @@ class _Watched:
         notes = _watching.notes
         if not notes:
             return self._function(*args, **kwargs)
-        # Neither the functions that this one calls nor those of the notes are noted.
+        # Calls within this one, and within the notes, are not reported.
         _watching.notes = ()
         try:
             result = self._function(*args, **kwargs)
@@ -82,7 +82,8 @@ class _Watched:
 @contextlib.contextmanager
 def watching(ops: SimpleNamespace, note: Note) -> Iterator[None]:
     """Call `note(name, result)` after each function of `ops` that this thread calls inside the block."""
-    # For good, since other threads may be inside of such blocks: a call outside of them asks its thread once more.
+    # Not undone at the end of the block, because other threads may be in blocks of their own. Outside of blocks a call
+    # only looks for notes.
     with _installing:
         for name, function in list(vars(ops).items()):
             if not isinstance(function, _Watched):

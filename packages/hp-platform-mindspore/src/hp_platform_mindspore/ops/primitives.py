@@ -200,11 +200,6 @@ def _adaptive_avg_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tenso
     return getattr(run, f"adaptive_avg_pool{len(sizes)}d")(args[0], sizes)
 
 
-def _first_of(name: str, results: int, count: int | None = None) -> Function:
-    """Return a function for a primitive with several results, of which MindSpore's callers use the first."""
-    return lambda run, args, primitive: (getattr(run, name)(*args[:count]), *[None] * (results - 1))
-
-
 def _norm(name: str) -> Function:
     """Run `LayerNormExt` over a shape, or `GroupNorm` over a number of groups."""
 
@@ -336,7 +331,8 @@ COMPOSED: dict[str, Function] = {
     "BiasAdd": _with_channel_bias,
     "LayerNormExt": _norm("layer_norm"),
     "GroupNorm": _norm("group_norm"),
-    "LogSigmoid": _first_of("logsigmoid", 2, 1),
+    # MindSpore's callers use only the first of two results.
+    "LogSigmoid": lambda run, args, primitive: (run.logsigmoid(args[0]), None),
     "LayerNorm": _layer_norm,
     "RmsNorm": _rms_norm,
     "NLLLoss": _nll_loss,

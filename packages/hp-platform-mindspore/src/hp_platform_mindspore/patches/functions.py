@@ -70,9 +70,9 @@ def _cells(cell: nn.Cell) -> list[nn.Cell]:
 
 
 def _captured(function: Any, owner: Any) -> list[Any]:
-    """Return what a function can refer to: its owner, closure and defaults, the globals that it names, and of these and
-    the owner the attributes that it names.
+    """Return the objects that a function can refer to.
 
+    These are its owner, closure and defaults, the globals that it names, and attributes that it names of any of these.
     Globals of MindSpore's own functions, such as those that `value_and_grad` makes, hold nothing of the user's.
     """
     found = [owner, *(cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))]
@@ -251,7 +251,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 def looking_into_own_world(own: Callable[..., int]) -> Callable[..., int]:
-    """Make the search for this rank in a group default to the group of all ranks that exists on this device."""
+    """Make MindSpore's rank within a group default, on CPU, to MCCL's group of all ranks. Its own default is HCCL's."""
 
     @functools.wraps(own)
     def get_cache_group_rank(*group: str) -> int:

@@ -260,7 +260,8 @@ class TorchOperation(Operation):
             return DirectCall(spec, None, views, is_number)
         # Cached arguments must not hold tensors: the next call would run on this call's data, which would stay alive.
         first_stays = bool(args) and local_args[0] is args[0]
-        if is_number or self.by_type or not first_stays or not _holds_no_tensor(local_args[1:], local_kwargs):
+        holds_tensor = any(isinstance(x, (Tensor, list)) for x in (*local_args[1:], *local_kwargs.values()))
+        if is_number or self.by_type or not first_stays or holds_tensor:
             return None
         return DirectCall(spec, (local_args[1:], dict(local_kwargs)), views, is_number)
 
@@ -309,10 +310,6 @@ def _plain_where_constant(value: Any) -> Any:
 def _local(value: Any) -> Any:
     """Unwrap all DTensors in `value`; call it inside `LocalOperations`."""
     return map_tensors(value, DTensor, lambda x: x.as_subclass(Tensor))
-
-
-def _holds_no_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return not any(isinstance(x, (Tensor, list)) for x in (*args, *kwargs.values()))
 
 
 class Operations(dict[Callable[..., Any], TorchOperation]):

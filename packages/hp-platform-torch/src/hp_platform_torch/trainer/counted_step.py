@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class LiveBytes:
         return result
 
     def _count_unknown(self, values: Any, *, is_new: bool) -> None:
-        for storage in _storages(tree_iter(values)):
+        for storage in (x.untyped_storage() for x in tree_iter(values) if isinstance(x, torch.Tensor)):
             key = storage._cdata
             if key in self._known:
                 continue
@@ -64,10 +64,6 @@ class LiveBytes:
     def _forget(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.now -= num_bytes
-
-
-def _storages(values: Iterable[Any]) -> Iterable[torch.UntypedStorage]:
-    return (x.untyped_storage() for x in values if isinstance(x, torch.Tensor))
 
 
 def count_step(

@@ -1,6 +1,6 @@
 """Plugin for hp-trainer, loaded through the entry-point group `hp_trainer`.
 
-Importing this module imports no framework: torch comes in when an optimizer is built.
+Importing this module imports no framework: torch is imported when an optimizer is built.
 """
 
 from __future__ import annotations

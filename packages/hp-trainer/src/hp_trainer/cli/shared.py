@@ -139,12 +139,12 @@ def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
         else:
             advice = f"start again with `hp-train run {run.config_file} --run.folder={run.path}`"
         raise CheckpointError(f"{storage.describe('')} has no valid checkpoint; {advice}")
-    note_moved_file(found.checkpoint, config)
+    note_other_model(found.checkpoint, config)
     return found.checkpoint
 
 
-def note_moved_file(checkpoint: Checkpoint, config: TrainerConfig) -> None:
-    """Report that the file of the model is another one than that of the checkpoint."""
+def note_other_model(checkpoint: Checkpoint, config: TrainerConfig) -> None:
+    """Report if the checkpoint was saved with another `model.name`, such as a file that has moved since."""
     saved = checkpoint.index.model.get("name")
     if saved != config.model.name:
         print_message(f"the checkpoint is of {saved}, continued by {config.model.name}; its tensors are compared")

@@ -23,7 +23,7 @@ from hp_trainer.cli.main import print_if_read
 from hp_trainer.cli.shared import (
     load,
     newest,
-    note_moved_file,
+    note_other_model,
     on_installed_platform,
     open_folder,
     print_message,
@@ -262,7 +262,7 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
     checkpoint = newest(run, config) if from_step is None else open_step(storage, from_step)
     check_model(checkpoint, config)
     if from_step is not None:
-        note_moved_file(checkpoint, config)
+        note_other_model(checkpoint, config)
     report_rebuilt(run.path, prepare_again(run, config))
     source = registries().datasets.get(config.data.name).build(config.data.options)
     # Before anything is moved or deleted, so that a run that cannot continue is left unchanged.

@@ -204,7 +204,7 @@ class TrainingCheckpoints:
 
 
 def _is_sound(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint has no damage. An error of reading is none, and is raised."""
+    """Return whether a checkpoint has no damage. Failing to read it is not damage: such errors are raised."""
     try:
         checkpoint.verify()
     except CheckpointError:

@@ -14,7 +14,7 @@ from hp_moe import (
     set_expert_placement,
     update_expert_copies,
 )
-from hp_trainer.exceptions import ParallelDimsError, Problem
+from hp_trainer.exceptions import Problem
 from hp_trainer.optimizers import set_state
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
 from hp_trainer.training.setup import RankSetup, raise_on_all_ranks
@@ -44,7 +44,7 @@ class ExpertMoves:
         self._names = {id(p): name for name, p in setup.platform.named_parameters(setup.model)}
         self._loads: dict[str, list[int]] = {}
         if self._interval is not None:
-            raise_on_all_ranks(_state_problems(setup), setup.all_gather_object, ParallelDimsError, "parallel")
+            raise_on_all_ranks(_state_problems(setup), setup.all_gather_object)
 
     def after_step(self, step: int, loads: Mapping[str, LoadMetrics]) -> None:
         """Add the expert loads of a step, and at the interval move experts by the loads since the last move.

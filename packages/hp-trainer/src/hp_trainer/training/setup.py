@@ -32,7 +32,6 @@ from hp_trainer.exceptions import (
     DataError,
     ParallelDimsError,
     Problem,
-    ProblemsError,
     raise_if_any,
 )
 from hp_trainer.models.hugging_face import ModelDirectory
@@ -225,7 +224,7 @@ def build_model(
     model.parallelize(dims, mesh, config.training, reshard_after_forward=False if reshard is False else None)
     if dims.dp_replicate > 1:
         problems = _replica_problems(config, platform, model, mesh)
-        raise_on_all_ranks(problems, _all_gather_object(plan, mesh), ParallelDimsError, "parallel")
+        raise_on_all_ranks(problems, _all_gather_object(plan, mesh))
     if config.training.activation_budget is not None:
         model.recompute = _within_budget(config, platform, dims, mesh)
     # After `parallelize`: what is allocated now is the shards.
@@ -238,9 +237,9 @@ def build_model(
 
 
 def _replica_problems(config: TrainerConfig, platform: Platform, model: Any, mesh: DeviceMesh) -> Iterator[Problem]:
-    """Yield a problem if a user's model shards weights over a mesh without their replicas.
+    """Yield a problem if a user's model places weights on a mesh that lacks the ranks with replicas of them.
 
-    The gradients of such replicas would not be summed.
+    Gradients would not be summed over the replicas.
     """
     replicas = set(mesh["dp_replicate"].ranks())
     unreplicated = [
@@ -291,20 +290,18 @@ def _all_gather_object(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[An
     return (lambda fact: [fact]) if plan is None else all_gather_object_over(mesh["pp"].group_along())
 
 
-def raise_on_all_ranks(
-    problems: Iterable[Problem], all_gather_object: Callable[[Any], list[Any]], error: type[ProblemsError], title: str
-) -> None:
+def raise_on_all_ranks(problems: Iterable[Problem], all_gather_object: Callable[[Any], list[Any]]) -> None:
     """Raise the problems of any rank of a pipeline on all of its ranks.
 
     A problem of one stage is unknown to the others, which would otherwise wait for its rank.
 
     Raises:
-        ProblemsError: of class `error`, listing the problems of all ranks, each once.
+        ParallelDimsError: listing the problems of all ranks, each once.
     """
     # Also called without problems: every rank of the pipeline takes part in the collective.
     gathered = all_gather_object([dataclasses.asdict(problem) for problem in problems])
     found = [Problem(**values) for of_rank in gathered for values in of_rank]
-    raise_if_any(dict.fromkeys(found), error, title)
+    raise_if_any(dict.fromkeys(found), ParallelDimsError, "parallel")
 
 
 def build_optimizer(

@@ -159,11 +159,10 @@ def load_weights(
     platform: Platform,
     model: Module,
     checkpoint: Checkpoint,
-    all_gather_object: Callable[[Any], list[Any]] | None = None,
     *,
     averaged: bool,
 ) -> None:
-    """Fill this rank's shards of a model for inference; `all_gather_object` as in `load_state`.
+    """Fill this rank's shards of a model for inference.
 
     Args:
         averaged: load the moving average of each weight that has one.
@@ -174,7 +173,7 @@ def load_weights(
     saved = checkpoint.index.tensors
     if averaged:
         checkpoint.check_averaged()
-    load_state(platform, model, None, checkpoint, all_gather_object)
+    load_state(platform, model, None, checkpoint)
     with platform.no_grad():
         for name, parameter in platform.named_parameters(model) if averaged else ():
             if f"ema.{name}" in saved:

@@ -57,7 +57,7 @@ class Trainer:
         platform: the platform, whose current world is the job.
         initial_weights: initialize the weights; False: `resume` or `restore` will load them.
         copies: copies of the state in memory, for `restore`; None: none are made.
-        lost_replicas: replicas of the job that are not left; `config` is that of the others.
+        lost_replicas: number of data-parallel replicas that the job has lost; `config` is that of the remaining ones.
 
     Attributes:
         setup: model, optimizer and data.

@@ -287,4 +287,4 @@ def _sum_itemsize(shape: AttentionShape) -> int:
 
 def _operations(plan: Plan, shape: AttentionShape, heads: _HeadsExchanged) -> float:
     """Return the floating-point operations of a plan in forward: two products, of 2 operations per element each."""
-    return 4.0 * count_scores(plan, 1) * shape.batch * heads.query_heads * shape.head_dim
+    return 4.0 * count_scores(plan) * shape.batch * heads.query_heads * shape.head_dim

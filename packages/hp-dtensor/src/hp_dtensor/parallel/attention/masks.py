@@ -408,11 +408,11 @@ def sees_any(
     )
 
 
-def count_scores(plan: Plan, batch: int) -> int:
-    """Return the number of scores computed per head; a causal square counts half, a masked band in full."""
+def count_scores(plan: Plan) -> int:
+    """Return the number of scores computed per head for one row. A causal square counts half, a masked band in full."""
     total = 0
     for rows in plan:
-        count = batch if rows.stop is None else rows.stop - rows.start
+        count = 1 if rows.stop is None else rows.stop - rows.start
         for segment in rows.segments:
             length = segment.stop - segment.start
             for keys in segment.keys:

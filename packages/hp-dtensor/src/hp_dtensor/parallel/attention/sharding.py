@@ -77,7 +77,10 @@ def head_tail_indices(length: int, ranks: int) -> tuple[Array, ...]:
 
 
 def work_of_indices(documents: Documents, indices: Sequence[Array]) -> tuple[int, ...]:
-    """Return for each rank the number of scores that its queries see in all rows, causally within documents."""
+    """Return for each rank the number of keys that its queries see, summed over queries and rows.
+
+    A query sees the keys of its document up to its own position.
+    """
     return _Work(documents).of_indices(indices)
 
 
@@ -114,6 +117,7 @@ class _Work:
         self.sums = np.concatenate([[0], np.cumsum(of_tokens)])
 
     def of(self, run: Run) -> int:
+        """Return the work of the tokens in a range (start, stop)."""
         return int(self.sums[run[1]] - self.sums[run[0]])
 
     @property
@@ -170,6 +174,7 @@ class _Share:
         self._runs: list[Run] = []
 
     def take(self, source: _Source, count: int) -> None:
+        """Assign `count` tokens of a document to this rank."""
         self._runs += source.take(count)
         self.room -= count
         self.due -= source.density * count
@@ -231,9 +236,9 @@ def _mix(sources: Sequence[_Source], shares: Sequence[_Share]) -> None:
 
 
 def _parts(light: _Source, heavy: _Source, share: _Share) -> tuple[int, int]:
-    """Return how many tokens of two documents to take, at least one in all.
+    """Return the numbers of tokens to take from a light and a heavy document, at least one in total.
 
-    Their mean work is what the rank is due per token, as far as the documents and the rank's room allow.
+    The mean work of these tokens is `share.due / share.room`, as far as the documents' lengths and the room allow.
     """
     room = share.room
     if light is heavy or heavy.density == light.density:

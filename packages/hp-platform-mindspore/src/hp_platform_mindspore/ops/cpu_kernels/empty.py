@@ -45,10 +45,10 @@ def filled(value: float, shape: Sequence[int], x: Tensor, *others: Tensor, dtype
 
 
 def marked_as_saving(result: Tensor) -> Tensor:
-    """Return the empty result of an operation that saves tensors on ranks with elements, marked as such.
+    """Return an empty result, marked as a point that recomputation reaches, as an operation that saves tensors does.
 
-    During `checkpoint` the mark is a point that recomputation reaches on every rank: recomputation must end between the
-    same collectives as on ranks whose tensors have elements.
+    Recomputation by `checkpoint` ends at the last such point. Without the mark a rank with empty tensors would end it
+    earlier than other ranks, and miss collectives that they wait in.
     """
     record = current_record.get()
     return result if record is None else mark_reached(record.platform, result)
@@ -57,7 +57,7 @@ def marked_as_saving(result: Tensor) -> Tensor:
 def marked_if_saving(
     kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Tensor
 ) -> Tensor:
-    """Return `result`, by `marked_as_saving` if the kernel saves tensors for such arguments.
+    """Return the empty `result` of a kernel, through `marked_as_saving` if the kernel saves tensors for backward.
 
     Calling the kernel on single elements shows whether it does.
     """
