@@ -30,6 +30,13 @@ VECTORS_AND_MATRICES = ("k, k ->", "... m k, k -> ... m", "k, ... k n -> ... n",
 
 
 def register(registry: RuleRegistry) -> None:
+    _register_products(registry)
+    _register_factorizations(registry)
+    _register_solvers(registry)
+    _register_transforms(registry)
+
+
+def _register_products(registry: RuleRegistry) -> None:
     product = first_of(*(line(text, reduced=SUM_OF_K, linear=True) for text in VECTORS_AND_MATRICES))
     weighted = line("... k, n k -> ... n", reduced=SUM_OF_K, linear=True)
     biased = line("... k, n k, * -> ... n", reduced=SUM_OF_K, linear="0 1 + 2")
@@ -44,15 +51,20 @@ def register(registry: RuleRegistry) -> None:
     registry.register("addmm", "input mat1 mat2 beta=1 alpha=1", added)
     registry.register("baddbmm", "input batch1 batch2 beta=1 alpha=1", batches_added)
     registry.register("einsum", "equation *operands", _einsum)
-    matrices, transposed = _of_matrices("n m"), _of_matrices("m n")
-    number, values, vectors = _of_matrices(""), _of_matrices("n"), _of_matrices("n", "n m")
+    registry.register("linalg_cross", "input other * dim=-1", _cross)
+    registry.register("cross", "input other dim=None", _cross)
+
+
+def _register_factorizations(registry: RuleRegistry) -> None:
+    matrices, values, vectors = _of_matrices("n m"), _of_matrices("n"), _of_matrices("n", "n m")
     factors_and_info, factors_and_k = _of_matrices("n m", ""), _of_matrices("n m", "k")
     registry.register("cholesky", "input upper=False", matrices)
-    registry.register("cholesky_inverse", "input upper=False", matrices)
+    registry.register("linalg_cholesky", "input upper=False", matrices)
     registry.register("linalg_cholesky_ex", "input * upper=False check_errors=False", factors_and_info)
-    registry.register("linalg_inv_ex", "A * check_errors=False", factors_and_info)
     registry.register("linalg_eig", "input", vectors)
     registry.register("linalg_eigvals", "input", values)
+    registry.register("linalg_eigh", "input UPLO=L", vectors)
+    registry.register("linalg_eigvalsh", "input UPLO=L", values)
     registry.register("linalg_lu_factor", "A * pivot=True", factors_and_k)
     registry.register("linalg_lu_factor_ex", "A * pivot=True check_errors=False", _of_matrices("n m", "k", ""))
     # Without pivots torch gives an empty P.
@@ -65,29 +77,34 @@ def register(registry: RuleRegistry) -> None:
     # torch's backward returns no gradients for an empty batch, so that rank would miss the collectives of the others.
     reflected = line("... n! m!, ... k! -> ... n m", nonempty=True)
     registry.register("linalg_householder_product", "input tau", reflected)
-    registry.register("linalg_cross", "input other * dim=-1", _cross)
-    registry.register("cross", "input other dim=None", _cross)
-    registry.register("linalg_inv", "A", matrices)
-    registry.register("inverse linalg_matrix_exp matrix_exp", "input", matrices)
-    registry.register("linalg_cholesky", "input upper=False", matrices)
-    registry.register("linalg_matrix_power matrix_power", "input n", matrices)
-    registry.register("linalg_pinv", "input rcond=None * atol=None rtol=None hermitian=False", transposed)
-    registry.register("pinverse", "input rcond=1e-15", transposed)
-    registry.register("linalg_det", "A", number)
-    registry.register("det logdet", "input", number)
-    registry.register("linalg_slogdet", "A", _of_matrices("", ""))
-    registry.register("slogdet", "input", _of_matrices("", ""))
-    registry.register("linalg_eigh", "input UPLO=L", vectors)
-    registry.register("linalg_eigvalsh", "input UPLO=L", values)
     registry.register("linalg_svdvals", "A * driver=None", _of_matrices("k"))
     full, thin = _of_matrices("n n", "k", "m m"), _of_matrices("n k", "k", "k m")
     svd = by_argument("full_matrices", {True: full, False: thin})
     registry.register("linalg_svd", "A full_matrices=True * driver=None", svd)
     qr = by_argument("mode", {"reduced": _of_matrices("n k", "k m"), "complete": _of_matrices("n n", "n m")})
     registry.register("linalg_qr", "A mode=reduced", qr)
+
+
+def _register_solvers(registry: RuleRegistry) -> None:
+    """Register solutions of linear equations, inverses, powers and determinants."""
+    matrices, transposed, number = _of_matrices("n m"), _of_matrices("m n"), _of_matrices("")
+    registry.register("linalg_inv", "A", matrices)
+    registry.register("linalg_inv_ex", "A * check_errors=False", _of_matrices("n m", ""))
+    registry.register("inverse linalg_matrix_exp matrix_exp", "input", matrices)
+    registry.register("cholesky_inverse", "input upper=False", matrices)
+    registry.register("linalg_pinv", "input rcond=None * atol=None rtol=None hermitian=False", transposed)
+    registry.register("pinverse", "input rcond=1e-15", transposed)
+    registry.register("linalg_matrix_power matrix_power", "input n", matrices)
+    registry.register("linalg_det", "A", number)
+    registry.register("det logdet", "input", number)
+    registry.register("linalg_slogdet", "A", _of_matrices("", ""))
+    registry.register("slogdet", "input", _of_matrices("", ""))
     registry.register("linalg_solve", "A B * left=True", _solve)
     registry.register("linalg_solve_triangular", "input B * upper left=True unitriangular=False", OF_COLUMNS)
     registry.register("cholesky_solve", "input input2 upper=False", line("... x! y!, ... n! m! -> ... x y", linear="0"))
+
+
+def _register_transforms(registry: RuleRegistry) -> None:
     kinds = ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft")
     registry.register(" ".join(f"fft_{kind}" for kind in kinds), "input n=None dim=-1 norm=None", _fft)
     registry.register(" ".join(f"fft_{kind}2" for kind in kinds), "input s=None dim=None norm=None", _fft2)

@@ -98,15 +98,7 @@ def export_run(
     mapped = dataclasses.replace(options, load_balance_coeff=options.load_balance_coeff or 1e-3)
     tensors = build_tensor_map(mapped, model_type)
 
-    saved = checkpoint.index.tensors
-
-    def stored(name: str, box: Box) -> Array:
-        if name.endswith(".moe.expert_bias") and f"model.{name}" not in saved:
-            return np.zeros(box.shape, np.float32)
-        # Frozen weights have no average; they are written as they are.
-        chosen = f"ema.{name}" if averaged and f"ema.{name}" in saved else f"model.{name}"
-        return widen(checkpoint.read(chosen, box), saved[chosen].dtype)
-
+    stored, saved = _reader(checkpoint, averaged), checkpoint.index.tensors
     # Global shapes from the index: no tensor is read for them.
     shapes = {name.removeprefix("model."): saved[name].shape for name in saved if name.startswith("model.")}
     if adapters:
@@ -131,6 +123,20 @@ def export_run(
         # After the weights: an export that failed leaves no directory that looks complete to a tokenizer.
         _copy_companions(run, config, folder)
     return names
+
+
+def _reader(checkpoint: Checkpoint, averaged: bool) -> ReadBox:
+    """Return a function that reads a box of a weight, or of its moving average."""
+    saved = checkpoint.index.tensors
+
+    def read(name: str, box: Box) -> Array:
+        if name.endswith(".moe.expert_bias") and f"model.{name}" not in saved:
+            return np.zeros(box.shape, np.float32)
+        # Frozen weights have no average; they are written as they are.
+        chosen = f"ema.{name}" if averaged and f"ema.{name}" in saved else f"model.{name}"
+        return widen(checkpoint.read(chosen, box), saved[chosen].dtype)
+
+    return read
 
 
 def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any]]:

@@ -14,6 +14,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_trainer._coordination import StopRequest, all_ranks, coordinator, stop_requests
 from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
+from hp_trainer.data import Batch
 from hp_trainer.exceptions import HangError, TrainingError, describe_exit
 from hp_trainer.metrics import Tracker
 from hp_trainer.plugins import LifeCycle, life_cycle, registries
@@ -198,34 +199,25 @@ class Trainer:
         with self._recorded(step):
             # Forwards measure themselves.
             with times.measure("backward"):
-                if _is_due(step, self.config.training.replay_interval):
-                    local_loss = self._corruption.accumulate_gradients_twice(batch, step)
-                else:
-                    self._step.seed_random_numbers(step)
-                    local_loss = self._step.accumulate_gradients(batch)
+                local_loss = self._accumulate_gradients(step, batch)
             # Copies the loss to the host, which waits for the device to finish the backward.
             stopping, loss = self._agree(local_loss, stop)
             with times.measure("update"):
                 verdict, norm, updated = self._update(step, loss, learning_rate)
-            if _is_due(step, self.config.training.replica_check_interval):
-                self._corruption.compare_replicas(step)
-            # Expert biases are part of the update: a discarded step must not change them.
-            metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
-            loads = getattr(self.setup.model, "expert_loads", {}) if updated else {}
-            if self._step.recorder is not None:
-                self._step.recorder.losses(loss, loads)
-            if updated:
-                self._expert_moves.after_step(step, loads)
+            metrics = self._after_update(step, loss, updated)
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         if verdict is not GO_ON:
             metrics["given_up"] = 1.0
         self.progress = Progress(step, samples)
         seconds = time.perf_counter() - started
-        done = replace(before, loss=loss, gradient_norm=norm, seconds=seconds, metrics=metrics)
         self._report_step(
             replace(
-                done,
+                before,
+                loss=loss,
+                gradient_norm=norm,
+                seconds=seconds,
+                metrics=metrics,
                 peak_memory_gib=self.setup.platform.peak_memory() / 2**30,
                 model_flops_per_second=self._speed.flops_per_second(seconds),
                 utilization=self._speed.utilization(seconds),
@@ -234,6 +226,26 @@ class Trainer:
             )
         )
         return stopping
+
+    def _accumulate_gradients(self, step: int, batch: Batch) -> Any:
+        """Run forward and backward of a global batch, twice if they are to be compared; return this rank's loss."""
+        if _is_due(step, self.config.training.replay_interval):
+            return self._corruption.accumulate_gradients_twice(batch, step)
+        self._step.seed_random_numbers(step)
+        return self._step.accumulate_gradients(batch)
+
+    def _after_update(self, step: int, loss: float, updated: bool) -> dict[str, float]:
+        """Compare replicas if that is due, update expert biases and placement, and return the model's metrics."""
+        if _is_due(step, self.config.training.replica_check_interval):
+            self._corruption.compare_replicas(step)
+        # Expert biases are part of the update: a discarded step must not change them.
+        metrics = dict((self.setup.pipeline or self.setup.model).after_optimizer_step()) if updated else {}
+        loads = getattr(self.setup.model, "expert_loads", {}) if updated else {}
+        if self._step.recorder is not None:
+            self._step.recorder.losses(loss, loads)
+        if updated:
+            self._expert_moves.after_step(step, loads)
+        return metrics
 
     def _agree(self, local_loss: Any, stop: StopRequest) -> tuple[bool, float]:
         """Return whether any rank was asked to stop, and the loss of the global batch."""
