@@ -151,11 +151,14 @@ def _expected(platform: Platform, call: OwnCall) -> Iterator[tuple[Any, dict[str
     def plain() -> Tensor:
         return platform.from_numpy(VALUES.copy())
 
-    # Python itself passes both operands, and a framework may crash where one is missing.
-    takes_two = call.name.rpartition(".")[2] in OPERATORS_OF_TWO
+    # Python itself passes both operands and no keywords, and a framework may crash where an operand is missing.
+    name = call.name.rpartition(".")[2]
+    positional = ARGUMENTS[1:] if name in OPERATORS_OF_TWO else ARGUMENTS
+    forms: list[tuple[Any, dict[str, Any]]] = [(each, {}) for each in positional]
+    if name not in OPERATORS:
+        forms += [(ARGUMENTS[0], each) for each in KEYWORDS]
     taken = False
-    forms: list[tuple[Any, dict[str, Any]]] = [(each, {}) for each in (ARGUMENTS[1:] if takes_two else ARGUMENTS)]
-    for arguments, keywords in [*forms, *((ARGUMENTS[0], each) for each in KEYWORDS)]:
+    for arguments, keywords in forms:
         # The framework may refuse arguments by any exception.
         with contextlib.suppress(Exception):
             if keywords or not taken:
