@@ -103,6 +103,7 @@ def test_ranks_die_everywhere_in_a_step_and_their_state_is_in_memory(lab, folder
     assert losses_of(folder / "out") == losses_of(undisturbed.path)
 
 
+@pytest.mark.usefixtures("torch_suffices")  # elsewhere all ranks start again, as in the test before
 def test_two_ranks_die_at_once_and_their_replicas_have_their_state(lab, folder, dying):
     undisturbed = lab.run("undisturbed", {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, 4, **OPTIONS)
     kills = ("3:0:backward", "3:3:backward", "new:3:set-up")

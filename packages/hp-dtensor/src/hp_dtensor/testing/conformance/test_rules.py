@@ -11,6 +11,7 @@ import pytest
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.testing import all_samples
+from hp_dtensor.testing.pytest_plugin import Share
 from hp_dtensor.testing.rule_proof import provable, prove
 from hp_dtensor.testing.rule_samples import SAMPLES, Sample
 from hp_dtensor.testing.simulated import run_ranks
@@ -21,9 +22,10 @@ PLACEMENTS_PER_SAMPLE = {(2,): None, (3,): 12, (2, 2): 12}
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
-def test_rule_gives_the_unsharded_result_and_gradients(hp_platform: Platform, sample: Sample) -> None:
+def test_rule_gives_the_unsharded_result_and_gradients(hp_platform: Platform, hp_share: Share, sample: Sample) -> None:
     for mesh_shape, limit in PLACEMENTS_PER_SAMPLE.items():
-        reports = run_ranks(prove, math.prod(mesh_shape), hp_platform, hp_platform, mesh_shape, [sample], limit)
+        arguments = (hp_platform, mesh_shape, [sample], limit, hp_share)
+        reports = run_ranks(prove, math.prod(mesh_shape), hp_platform, *arguments)
         assert reports[0].right
         assert [problem for report in reports for problem in report.wrong] == []
         assert reports[0].refused == []
