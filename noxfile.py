@@ -166,6 +166,11 @@ def full(framework: str) -> Path:
     return workspace.development(framework, ("hp-trainer", f"hp-platform-{framework}"), tools)
 
 
+def training() -> Path:
+    """Return the interpreter of the environment with the packages for torch alone, which is made in a few seconds."""
+    return workspace.development("train", ("hp-trainer", "hp-platform-torch"))
+
+
 def with_engines() -> Path:
     """Return the interpreter of the environment with all packages for torch, Ray, and the schemas of other engines."""
     # kubeflow-trainer-api has the schemas of TrainJob and JobSet, kubernetes-validate those of Kubernetes itself.
@@ -213,7 +218,10 @@ def environments(session: nox.Session) -> None:
     workspace.wheels("editable")
     frameworks = [(full, each) for each in workspace.FRAMEWORKS if workspace.has_wheels(each)]
     packages = [(for_tests, each) for each in installable(workspace.PACKAGES)]
-    at_once(made, [*frameworks, (with_engines,), (components,), *packages, (ruff,), (house_tools,), (site_tools,)])
+    at_once(
+        made,
+        [*frameworks, (training,), (with_engines,), (components,), *packages, (ruff,), (house_tools,), (site_tools,)],
+    )
 
 
 @session
@@ -427,7 +435,7 @@ def main(session: nox.Session) -> None:
     """The main job: train the small mixture-of-experts model on PyTorch; arguments are passed to hp-train."""
     arguments = list(session.posargs)
     config = [] if arguments and not arguments[0].startswith("-") else [MAIN_CONFIG]
-    python = full("torch")
+    python = training()
     run(session, python, str(python.with_name("hp-train")), *config, *arguments)
 
 

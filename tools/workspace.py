@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,12 +166,15 @@ def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
 def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...] = ()) -> Path:
     """Return the interpreter of an environment with the packages `wanted` from their sources, with requirements."""
     names = closure(wanted)
+    # A framework is unpacked on one core, while another one builds the wheels.
+    with ThreadPoolExecutor() as pool:
+        built, sites = pool.submit(wheels, "editable"), pool.submit(framework_sites, names)
     environment = Environment(
         name,
         requirements=requirements,
-        wheels=tuple(wheels("editable")[each] for each in names),
+        wheels=tuple(built.result()[each] for each in names),
         fingerprint="".join(packages()[each].text for each in names),
-        shared=framework_sites(names),
+        shared=sites.result(),
         needs=tuple(dict.fromkeys(each for name in names for each in packages()[name].needs)),
         locked_as=name,
     )

@@ -57,7 +57,8 @@ def test_the_lock_is_for_what_all_other_environments_ask_for_now(monkeypatch):
     monkeypatch.setattr(Environment, "prepare", lambda self, folder: asked.append(self))
     import noxfile
 
-    for make in (noxfile.with_engines, noxfile.components, noxfile.ruff, noxfile.house_tools, noxfile.site_tools):
+    others = noxfile.ruff, noxfile.house_tools, noxfile.site_tools
+    for make in (noxfile.training, noxfile.with_engines, noxfile.components, *others):
         make()
     for framework, environment in workspace.FRAMEWORKS.items():
         noxfile.full(framework)
