@@ -57,7 +57,11 @@ def test_long_steps_are_extrapolated_from_short_ones(
 ) -> None:
     stages = None if name in ("1f1b", "zero_bubble_h1") else 2
     seconds = ActionSeconds(input_grad=1.4, weight_grad=0.6)
-    full = facts(name, 4, micro_batches, stages), bubble(name, 4, micro_batches, stages, seconds)
+    with monkeypatch.context() as patched:
+        patched.setattr("hp_trainer.planning.pipeline.repeats_itself", lambda name: False)
+        for cached in (pipeline_facts, bubble):
+            cached.cache_clear()
+        full = facts(name, 4, micro_batches, stages), bubble(name, 4, micro_batches, stages, seconds)
     for cached in (pipeline_facts, bubble):
         cached.cache_clear()
     monkeypatch.setattr("hp_trainer.planning.pipeline.MAX_ACTIONS", 10)

@@ -13,6 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hp_trainer.exceptions import ScheduleError
 
@@ -58,8 +59,8 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+# A tuple, because plans create and hash hundreds of thousands: a dataclass does both in Python.
+class Action(NamedTuple):
     """One step of a rank's program, such as `2F0`: stage 2, forward, micro-batch 0.
 
     Examples:

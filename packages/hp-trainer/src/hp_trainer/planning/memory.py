@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,9 +90,18 @@ def plan_memory(shape: StepShape, stage: StageBuffers, limit: float = math.inf) 
         throughout["optimizer"] = total.state
     for_step = stage.is_pipelined and shape.config.parallel.gathers_for_step
     moments = (_gathered_for_step if for_step else _gathered_for_use)(shape, stage)
-    limit -= sum(throughout.values())
-    peak, found = -1.0, ("", 0, throughout)
-    for moment, held in itertools.chain([("the update", updating)], moments):
+    moment, held = _peak(
+        shape, stage, itertools.chain([("the update", updating)], moments), limit - sum(throughout.values())
+    )
+    return MemoryPlan(moment=moment, **(throughout | held))
+
+
+def _peak(
+    shape: StepShape, stage: StageBuffers, moments: Iterable[tuple[str, _Held]], limit: float = math.inf
+) -> tuple[str, dict[str, float]]:
+    """Return the moment that needs most with its numbers, or the first that needs more than `limit`."""
+    peak, found = -1.0, ("", 0, _Held())
+    for moment, held in moments:
         total, index = sum(held.values()), 0
         if isinstance(total, np.ndarray):
             if not total.size:
@@ -103,9 +113,9 @@ def plan_memory(shape: StepShape, stage: StageBuffers, limit: float = math.inf) 
         if peak > limit:
             break
     moment, index, held = found
-    at_peak = {name: float(x[index] if isinstance(x, np.ndarray) else x) for name, x in held.items()}
     names = [shape.model.block_name(layer) for layer in stage.layers[::-1][index : index + 1]]
-    return MemoryPlan(moment=moment.format(*names), **(throughout | at_peak))
+    at_peak = {name: float(x[index] if isinstance(x, np.ndarray) else x) for name, x in held.items()}
+    return moment.format(*names), at_peak
 
 
 def _gathered_for_use(shape: StepShape, stage: StageBuffers) -> Iterator[tuple[str, _Held]]:
@@ -207,29 +217,25 @@ def _gathered_for_step(shape: StepShape, stage: StageBuffers) -> Iterator[tuple[
     """
     full_gradient = stage.total.full_gradient
     yield "the reduction", {"gradients": full_gradient + stage.total.reduced}
-    yield from _in_flight(shape, stage, shape.pipeline.before_gradients[stage.rank], 0.0)
-    if shape.pipeline.with_gradients[stage.rank].live:
-        yield from _in_flight(shape, stage, shape.pipeline.with_gradients[stage.rank], full_gradient)
+    before, later = shape.pipeline.before_gradients[stage.rank], shape.pipeline.with_gradients[stage.rank]
+    for gradients, in_flight in ((0.0, before), (full_gradient, later)):
+        # Layouts that differ in the shards of weights alone have the same moments besides the weights.
+        owners = shape.pipeline.rank_of_stage
+        key = "in flight", shape.micro_batch_shape, recompute_key(shape), owners, stage.rank, in_flight
+        moments = _in_flight(shape, stage, in_flight)
+        moment, held = shape.shared(key, functools.partial(_peak, shape, stage, moments))
+        if in_flight.live:
+            yield moment, held | {"gradients": gradients, "gathered": stage.total.full}
 
 
-def _in_flight(
-    shape: StepShape, stage: StageBuffers, in_flight: InFlight, gradients: float
-) -> Iterator[tuple[str, _Held]]:
-    """Yield the moments of a backward.
-
-    Args:
-        gradients: bytes of full gradients accumulated by earlier micro-batches.
-    """
+def _in_flight(shape: StepShape, stage: StageBuffers, in_flight: InFlight) -> Iterator[tuple[str, _Held]]:
+    """Yield the moments of a backward, without full weights and accumulated gradients."""
     held = _activations(shape, stage)
     heads = _other_heads(held, in_flight, stage)
     live, pending = in_flight.live, in_flight.pending
     # Gradients of the products' results are saved until gradients of weights are computed from them.
     others = (live - 1) * held.pending + max(0.0, pending - 1) * held.for_weights + heads
-    throughout = {
-        "gradients": gradients,
-        "gathered": stage.total.full,
-        "communication": held.exchanged + 2 * message_bytes(shape),
-    }
+    throughout = {"communication": held.exchanged + 2 * message_bytes(shape)}
     if stage.head:
         at_loss = {"activations": others + held.pending + held.head_saved, "loss": held.head_working}
         yield "the loss", throughout | at_loss
@@ -279,7 +285,7 @@ def _activations(shape: StepShape, stage: StageBuffers) -> _Activations:
         every, kinds = layer_costs(shape), stage.kinds
         # Backward does not reach some blocks, so autograd saves nothing of them.
         costs = [
-            _NOTHING if kinds.unreached[kind] else every[layer]
+            LayerCost() if kinds.unreached[kind] else every[layer]
             for layer, kind in zip(stage.layers, reversed(kinds.of_block.tolist()), strict=True)
         ]
         # Offloaded tensors are on the host between forward and backward, except those of the last block of a stage.
@@ -311,8 +317,7 @@ def _other_heads(held: _Activations, in_flight: InFlight, stage: StageBuffers) -
     return max(0.0, in_flight.last_live - 1) * held.head_saved if stage.head else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerCost:
+class LayerCost(NamedTuple):
     """Activation bytes and repeated work of one block for one micro-batch; blocks of one kind share it.
 
     Attributes:
@@ -327,19 +332,19 @@ class LayerCost:
         operations: number of operations in forward.
     """
 
-    saved: float
-    on_device: float
-    reusable: float
-    temporary: float
-    saved_by_autograd: float
-    input: float
-    for_weights: float
-    attention_flops: float
-    recomputed_attention_flops: float
-    operands: float
-    operations: float
-    recomputed_flops: float
-    recomputed_bytes: float
+    saved: float = 0.0
+    on_device: float = 0.0
+    reusable: float = 0.0
+    temporary: float = 0.0
+    saved_by_autograd: float = 0.0
+    input: float = 0.0
+    for_weights: float = 0.0
+    attention_flops: float = 0.0
+    recomputed_attention_flops: float = 0.0
+    operands: float = 0.0
+    operations: float = 0.0
+    recomputed_flops: float = 0.0
+    recomputed_bytes: float = 0.0
 
     @classmethod
     def of(cls, block: BlockActivations, recompute: BlockRecompute) -> LayerCost:
@@ -388,12 +393,9 @@ class Work(NamedTuple):
         return cls(products, attention, 3 * cost.operands, loss, cost.saved_by_autograd, 3 * cost.operations)
 
 
-_NOTHING = LayerCost(**dict.fromkeys((field.name for field in fields(LayerCost)), 0.0))
-
-
 def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
     """Return the sums of the costs of several blocks."""
-    return LayerCost(**{each.name: sum(getattr(cost, each.name) for cost in costs) for each in fields(LayerCost)})
+    return LayerCost(*map(sum, zip(*costs, strict=True)))
 
 
 def layer_costs(shape: StepShape) -> list[LayerCost]:

@@ -11,7 +11,7 @@ from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule, simulate
 from hp_trainer.pipeline.schedules import repeats_itself
 
-# A built-in schedule with more actions is extrapolated from its first rounds, after which it repeats itself.
+# A built-in schedule with uneven rounds and more actions is extrapolated from its first rounds too.
 MAX_ACTIONS = 4_000
 
 
@@ -127,7 +127,8 @@ def _simulated_lengths(name: str, num_ranks: int, num_microbatches: int) -> tupl
     next. So two short schedules give all longer ones.
     """
     rounds, rest = divmod(num_microbatches, num_ranks)
-    is_short = rounds <= 4 or 3 * num_microbatches * num_ranks <= MAX_ACTIONS
+    # Only uneven rounds make the two differ a little, in the stages that follow each other.
+    is_short = rounds <= 4 or (rest > 0 and 3 * num_microbatches * num_ranks <= MAX_ACTIONS)
     if is_short or not repeats_itself(name):
         return (num_microbatches,), 0.0
     # The first round, which is the largest, has as many micro-batches as in the long schedule.

@@ -26,7 +26,7 @@ from hp_trainer.planning.shapes import (
     stage_buffers,
     unplanned_settings,
 )
-from hp_trainer.planning.step_time import Computation, StepTime, computation_of, seconds_of, with_idle, without_idle
+from hp_trainer.planning.step_time import StepTime, computation_of, seconds_of, with_exchanges, with_idle
 from hp_trainer.planning.traffic import stage_traffic
 from hp_trainer.sizes import format_size
 
@@ -49,21 +49,21 @@ class StepPlan:
 
     # Computed on first use: a search computes the full time of the fastest layouts only.
     @functools.cached_property
-    def computations(self) -> list[Computation]:
-        """Time of a step in which each rank of the pipeline computes."""
-        return [computation_of(self.shape, stage, self.device) for stage in self.stages]
+    def computation(self) -> StepTime:
+        """Time of a step in which the last rank of the pipeline computes, a lower bound of `time_without_idle`."""
+        return computation_of(self.shape, self.stages[-1], self.device)
 
     @functools.cached_property
-    def times_without_idle(self) -> list[StepTime]:
-        """Time of a step for each rank of the pipeline, as if it never waited for the others."""
-        pairs = zip(self.stages, self.computations, strict=True)
-        return [without_idle(self.shape, stage, self.device, computed) for stage, computed in pairs]
+    def time_without_idle(self) -> StepTime:
+        """Time of a step for the last rank of the pipeline as if it never waited, a lower bound of `time`."""
+        return with_exchanges(self.shape, self.stages[-1], self.device, self.computation)
 
     @functools.cached_property
     def times(self) -> list[StepTime]:
         """Time of a step for each rank of the pipeline."""
-        pairs = zip(self.computations, self.times_without_idle, strict=True)
-        return [with_idle(self.shape, self.device, computed, time) for computed, time in pairs]
+        shape, device = self.shape, self.device
+        found = [with_exchanges(shape, x, device, computation_of(shape, x, device)) for x in self.stages[:-1]]
+        return [with_idle(shape, device, each) for each in (*found, self.time_without_idle)]
 
     @functools.cached_property
     def slowest(self) -> int:
@@ -193,9 +193,7 @@ def _head(plan: StepPlan) -> str:
         "layout": shape.dims.summary(),
         "step": f"{training.global_batch_size} samples of {training.sequence_length} tokens; per rank "
         f"{shape.num_microbatches} x {shape.micro_batch} samples, {recomputation}",
-        "device": f"{plan.device.name}, {plan.device.ranks_per_node} per node"
-        if plan.device.ranks_per_node < 1 << 20
-        else f"{plan.device.name}, measured now",
+        "device": f"{plan.device.name}, {plan.device.ranks_per_node} per node",
     }
     return "\n".join(f"{name}: {text}" for name, text in lines.items())
 

@@ -6,7 +6,7 @@ import dataclasses
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,6 @@ from hp_trainer.parallel.dims import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
 from hp_trainer.planning.shapes import Group, Memo, StepShape, budget_error, stage_buffers, unplanned_settings
-from hp_trainer.planning.step_time import computation_of
 from hp_trainer.sizes import format_size
 from hp_trainer.training.pipelined import checked_microbatches
 
@@ -61,23 +60,20 @@ class Ranking:
         The time of a plan is computed in steps, each of which can only add to it. A plan that is slower than enough
         others after one step is left there.
         """
-        bounds: list[Callable[[StepPlan], float]] = [
-            lambda plan: computation_of(plan.shape, plan.stages[-1], plan.device).total,
-            lambda plan: max(each.total for each in plan.times_without_idle),
-            lambda plan: plan.time.total,
-        ]
+        steps = ("computation", "time_without_idle", "time")
+        plans = [(layout, plan) for layout, ways in enumerate(self.fitting) for plan in ways]
         # Lower bounds come before equal times, and equal times in the order of layouts.
-        queue = [(0.0, 0, layout, way) for layout, ways in enumerate(self.fitting) for way in range(len(ways))]
+        queue = [(0.0, 0, index) for index in range(len(plans))]
         found: dict[int, StepPlan] = {}
         while queue and (number is None or len(found) < number):
-            _, steps, layout, way = heapq.heappop(queue)
-            plan = self.fitting[layout][way]
-            if steps == len(bounds):
+            _, step, index = heapq.heappop(queue)
+            layout, plan = plans[index]
+            if step == len(steps):
                 found.setdefault(layout, plan)
             elif layout not in found:
                 # Times in steps and as a whole may differ in their last bit.
-                seconds = bounds[steps](plan) * (1 if steps == len(bounds) - 1 else 1 - 1e-12)
-                heapq.heappush(queue, (seconds, steps + 1, layout, way))
+                seconds = getattr(plan, steps[step]).total * (1 if steps[step] == "time" else 1 - 1e-12)
+                heapq.heappush(queue, (seconds, step + 1, index))
         return list(found.values())
 
 

@@ -7,7 +7,7 @@ for. Within a block, products and cheap operations follow each other.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hp_dtensor.comm.links import Links
 from hp_trainer.models.estimates import Traffic
@@ -33,16 +33,19 @@ class StepTime:
         idle: time in which ranks of the pipeline wait for others.
         update: the optimizer.
         offload: copies of activations to the host and back that computation does not hide.
+        forward, weight_grad: the parts of the first three for forwards, and for gradients of weights apart from others.
     """
 
     products: float
     recomputation: float
     memory: float
-    exchanges: dict[str, float]
-    weights: float
-    idle: float
+    exchanges: dict[str, float] = field(default_factory=dict)
+    weights: float = 0.0
+    idle: float = 0.0
     update: float
-    offload: float = 0.0
+    offload: float
+    forward: float
+    weight_grad: float
 
     def parts(self) -> dict[str, float]:
         """Return the seconds by name."""
@@ -52,29 +55,6 @@ class StepTime:
         return parts | {"pipeline idle": self.idle, "update": self.update}
 
     @property
-    def total(self) -> float:
-        """Sum of all seconds."""
-        return sum(self.parts().values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computation:
-    """Seconds of a step in which one rank of the pipeline computes, a lower bound of the step.
-
-    Attributes:
-        products, recomputation, memory, update, offload: as in `StepTime`.
-        forward, weight_grad: the parts for forwards, and for gradients of weights apart from other gradients.
-    """
-
-    products: float
-    recomputation: float
-    memory: float
-    update: float
-    offload: float
-    forward: float
-    weight_grad: float
-
-    @property
     def busy(self) -> float:
         """Seconds of forwards and backwards."""
         return self.products + self.recomputation + self.memory
@@ -82,11 +62,11 @@ class Computation:
     @property
     def total(self) -> float:
         """Sum of all seconds."""
-        return self.busy + self.update + self.offload
+        return sum(self.parts().values())
 
 
-def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Computation:
-    """Return the time in which one rank of the pipeline computes."""
+def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> StepTime:
+    """Return the time of a step in which one rank of the pipeline computes, without exchanges and idling."""
     count, sizes, rates = shape.num_microbatches, shape.micro_batch_shape, _Rates.of(shape, device)
     cost = stage_cost(shape, stage)
     flops = shape.shared(
@@ -112,7 +92,7 @@ def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Com
     every, last = layer_costs(shape), shape.last_layers(stage.rank)
     at_ends = sum(every[layer].saved - every[layer].on_device for layer in last)
     copied = count * (cost.saved - cost.on_device - at_ends) / device.host_bandwidth
-    return Computation(
+    return StepTime(
         products=products,
         recomputation=recomputation,
         memory=memory,
@@ -125,32 +105,22 @@ def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Com
     )
 
 
-def without_idle(shape: StepShape, stage: StageBuffers, device: Device, computed: Computation) -> StepTime:
-    """Return the time of a step for one rank of the pipeline, as if it never waited for other ranks of the pipeline."""
+def with_exchanges(shape: StepShape, stage: StageBuffers, device: Device, time: StepTime) -> StepTime:
+    """Return the time of a step for one rank of the pipeline without idling, by the time in which it computes."""
     exchanges, overlapping, waited = _exchanges(shape, stage, device)
     if stage.is_pipelined:
         # Messages are sent while the ranks compute, except the first and the last ones, which count as idle time.
         exchanges.pop("pp", None)
-    hidden = device.hidden.get("weights", 0.0) * min(overlapping, computed.busy)
-    return StepTime(
-        products=computed.products,
-        recomputation=computed.recomputation,
-        memory=computed.memory,
-        exchanges=exchanges,
-        weights=overlapping - hidden + waited,
-        idle=0.0,
-        update=computed.update,
-        offload=computed.offload,
-    )
+    hidden = device.hidden.get("weights", 0.0) * min(overlapping, time.busy)
+    return replace(time, exchanges=exchanges, weights=overlapping - hidden + waited)
 
 
-def with_idle(shape: StepShape, device: Device, computed: Computation, time: StepTime) -> StepTime:
+def with_idle(shape: StepShape, device: Device, time: StepTime) -> StepTime:
     """Return the estimated time of a step for one rank of the pipeline, by its time without idling."""
     if not shape.dims.pp_enabled:
         return time
     waits = sum(time.exchanges.values())
-    idle = _idle(shape, device, computed.busy + waits, computed.forward + waits / 2, computed.weight_grad)
-    return replace(time, idle=idle)
+    return replace(time, idle=_idle(shape, device, time.busy + waits, time.forward + waits / 2, time.weight_grad))
 
 
 @dataclass(frozen=True)
