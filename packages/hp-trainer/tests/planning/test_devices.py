@@ -28,7 +28,13 @@ def collective(size: int, nodes: int = 1, more: str = "", name: str = "all_gathe
 
 
 def write(path: Path, products: list[str], collectives: list[str], more: str = "") -> str:
-    lines = ["memory: 1GiB", f"memory_bandwidth: {COPY}", "products:", *(f"  - {each}" for each in products)]
+    lines = [
+        "format: 2",
+        "memory: 1GiB",
+        f"memory_bandwidth: {COPY}",
+        "products:",
+        *(f"  - {each}" for each in products),
+    ]
     lines += ["collectives:", *(f"  - {each}" for each in collectives), more]
     path.write_text("\n".join(lines))
     return str(path)
@@ -60,7 +66,7 @@ def test_measured_blocks_give_the_rates_of_each_kind_of_work(tmp_path: Path) -> 
         blocks.append(sizes | {"seconds": seconds + (work.operands + work.loss) / COPY})
     path = tmp_path / "mine.yaml"
     links = {"inner_bandwidth": 1e9, "outer_bandwidth": 1e9}
-    path.write_text(yaml.safe_dump({"memory": 1e9, "memory_bandwidth": COPY, **links, "blocks": blocks}))
+    path.write_text(yaml.safe_dump({"format": 2, "memory": 1e9, "memory_bandwidth": COPY, **links, "blocks": blocks}))
     device = find_device(str(path))
     assert device.flops == {"float32": pytest.approx(rates["products"])}
     assert device.attention_efficiency == pytest.approx(5 / 9)
@@ -68,10 +74,66 @@ def test_measured_blocks_give_the_rates_of_each_kind_of_work(tmp_path: Path) -> 
     assert device.operation_seconds == pytest.approx(1 / rates["operations"])
 
 
+BLOCK = {"dtype": "float32", "hidden_size": 128, "batch": 4, "length": 256, "seconds": 1.0}
+RATES = {"format": 2, "memory": 1e9, "memory_bandwidth": 1e9, "inner_bandwidth": 1e9, "outer_bandwidth": 1e9}
+
+
+def test_blocks_of_each_dtype_give_a_rate_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+
+    def rates(*blocks: dict[str, object]) -> dict[str, float]:
+        path.write_text(yaml.safe_dump({**RATES, "blocks": list(blocks)}))
+        return find_device(str(path)).flops
+
+    half = {**BLOCK, "dtype": "bfloat16", "seconds": 0.25}
+    assert rates(BLOCK, half) == rates(BLOCK) | rates(half)
+    assert rates(half)["bfloat16"] > 2 * rates(BLOCK)["float32"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "printed"),
+    [
+        ({"dtype": "float8"}, "blocks.0.dtype: Input should be"),
+        ({"hidden_size": 100}, "blocks.0.hidden_size: Input should be a multiple of 64"),
+        ({"length": 10**160}, "blocks.0.length: Input should be less than"),
+        ({"batch": True}, "blocks.0.batch: expected a number above 0, got True"),
+        ({"seconds": 1e-300}, "blocks.0.seconds: Input should be greater than or equal to"),
+        ({"heads": 2}, "blocks.0.heads: Unexpected keyword argument"),
+    ],
+)
+def test_bad_blocks_are_named(tmp_path: Path, changed: dict[str, object], printed: str) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**RATES, "blocks": [BLOCK | changed]}))
+    with pytest.raises(PlanError) as error:
+        find_device(str(tmp_path / "mine.yaml"))
+    assert printed in str(error.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"format": 1}, {"format": 3}])
+def test_measurements_of_another_format_are_refused(tmp_path: Path, given: dict[str, int]) -> None:
+    path = tmp_path / "old.yaml"
+    without = {name: value for name, value in RATES.items() if name != "format"}
+    path.write_text(yaml.safe_dump({**without, **given, "blocks": [BLOCK]}))
+    with pytest.raises(PlanError) as error:
+        find_device(str(path))
+    number = given.get("format", 1)
+    assert f"device file {path}: expected measurements of format 2, got format {number}" in str(error.value)
+    assert f"hp-train doctor --to {path}" in str(error.value)
+    # Rates alone have the same meaning in all formats.
+    path.write_text(yaml.safe_dump({**without, "flops": {"float32": 1e12}}))
+    assert find_device(str(path)).flops == {"float32": 1e12}
+
+
 def test_blocks_that_take_less_time_than_copies_of_their_operands_give_rates(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    block = {"dtype": "float32", "hidden_size": 128, "batch": 4, "length": 256, "seconds": 1e-2}
-    given = {"memory": 1e9, "memory_bandwidth": 1e9, "inner_bandwidth": 1e9, "outer_bandwidth": 1e9, "blocks": [block]}
+    block = BLOCK | {"seconds": 1e-2}
+    given = {
+        "format": 2,
+        "memory": 1e9,
+        "memory_bandwidth": 1e9,
+        "inner_bandwidth": 1e9,
+        "outer_bandwidth": 1e9,
+        "blocks": [block],
+    }
     path.write_text(yaml.safe_dump(given))
     work = MeasuredBlock(**block).work
     assert (work.operands + work.loss) / 1e9 > block["seconds"]
@@ -86,7 +148,9 @@ def test_groups_of_two_sizes_give_the_time_of_a_hop(tmp_path: Path) -> None:
     ]
     path = tmp_path / "mine.yaml"
     path.write_text(
-        yaml.safe_dump({"memory": 1e9, "memory_bandwidth": 1e9, "flops": {"float32": 1e9}, "collectives": measured})
+        yaml.safe_dump(
+            {"format": 2, "memory": 1e9, "memory_bandwidth": 1e9, "flops": {"float32": 1e9}, "collectives": measured}
+        )
     )
     device = find_device(str(path))
     assert (device.inner_latency, device.hop_seconds) == (pytest.approx(1e-3), pytest.approx(5e-4))
@@ -115,7 +179,7 @@ def test_stated_fields_go_before_measurements(tmp_path: Path) -> None:
 )
 def test_bad_measurements_are_named(tmp_path: Path, products: list[str], collectives: list[str], printed: str) -> None:
     (tmp_path / "mine.yaml").write_text(
-        "memory: 1GiB\nmemory_bandwidth: 1.0e12\nflops: {float32: 1.0e12}\n"
+        "format: 2\nmemory: 1GiB\nmemory_bandwidth: 1.0e12\nflops: {float32: 1.0e12}\n"
         f"products: [{', '.join(products)}]\ncollectives: [{', '.join(collectives)}]\n"
     )
     with pytest.raises(PlanError) as error:

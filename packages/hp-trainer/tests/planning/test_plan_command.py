@@ -164,7 +164,7 @@ def test_layouts_are_ranked_by_time_within_the_memory(run: Run) -> None:
         (("--world-size=many",), "'many' is not a valid integer"),
         (
             ("--world-size=8", "--device=H10"),
-            "device 'H10' is unknown; expected one of H100, H100-96GB, H200, H800, A100, 910B, cpu",
+            "device 'H10' is unknown; expected one of H100, H100-96GB, H200, H800, A100, 910B, or a YAML file",
         ),
         (("--world-size=8", "--device-memory=80"), "'--device-memory': expected a size above 0 with its unit"),
         (("--world-size=8", "--device-memory=1B"), "'--device-memory': 1B is too small"),

@@ -24,7 +24,7 @@ from hp_trainer.cli.commands import Command
 from hp_trainer.cli.shared import check_file_to_write
 from hp_trainer.exceptions import Problem
 from hp_trainer.launch import chosen_platform, import_platform, is_first_process
-from hp_trainer.launch.examination import Examination, examine
+from hp_trainer.launch.examination import FILE_FORMAT, Examination, examine
 from hp_trainer.launch.machine import (
     count_processors,
     find_mismatches,
@@ -282,6 +282,7 @@ def _device_file(found: Examination) -> str:
     facts, local = found.facts[0], len(members := machines_of(found.facts)[0])
     is_host = facts.device_type == "cpu"
     fields: dict[str, Any] = {
+        "format": FILE_FORMAT,
         "name": facts.device,
         "memory": facts.device_memory,
         "memory_bandwidth": found.copy_bandwidth,

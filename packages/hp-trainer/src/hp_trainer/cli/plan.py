@@ -77,7 +77,7 @@ def _read_memory(ctx: click.Context, parameter: click.Parameter, value: str | No
 _WORLD_SIZE = click.Option(
     ["--world-size"], type=click.IntRange(1, 10_000_000), metavar="N", help="Ranks; default: as it would train."
 )
-_DEVICES = "H100, H100-96GB, H200, H800, A100, 910B, cpu (measured), or a YAML file."
+_DEVICES = "H100, H100-96GB, H200, H800, A100, 910B, or a YAML file (hp-train doctor --to FILE)."
 _DEVICE_OPTIONS = (
     _WORLD_SIZE,
     click.Option(["--device"], default="H100", show_default=True, metavar="NAME|FILE", help=_DEVICES),

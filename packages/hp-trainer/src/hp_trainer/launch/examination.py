@@ -22,6 +22,8 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.launch.machine import Pair, RankFacts, find_facts, machines_of
 from hp_trainer.models.decoder import DecoderConfig, build_decoder
 
+# The format of measurements in device files. Since 2, the seconds of a collective are what it adds to a computation.
+FILE_FORMAT = 2
 # Rows, inner size and columns of products, by increasing work.
 _SHAPES = ((256, 256, 256), (1024, 1024, 1024), (4096, 1024, 4096), (8192, 8192, 8192))
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -1,16 +1,14 @@
-"""Device models: memory, rates and links of known accelerators, of this machine's CPU, or from a YAML file."""
+"""Device models: memory, rates and links of known accelerators, or from a YAML file with rates or measurements."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import field, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import yaml
@@ -20,7 +18,7 @@ from pydantic.dataclasses import dataclass
 from hp_dtensor.comm.links import Links
 from hp_trainer._files import read_plain_text
 from hp_trainer.exceptions import PlanError
-from hp_trainer.launch.examination import block_options
+from hp_trainer.launch.examination import FILE_FORMAT, block_options
 from hp_trainer.models.estimates import MicroBatchShape
 from hp_trainer.models.recomputation import NOTHING_RECOMPUTED
 from hp_trainer.planning.memory import LayerCost, Work, sum_of
@@ -44,6 +42,9 @@ def _bytes(value: Any) -> Any:
 _Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1)]
 _Seconds = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
+# Nothing takes less than a nanosecond.
+_Measured = Annotated[float, BeforeValidator(_number), Field(ge=1e-9, allow_inf_nan=False)]
+_Count = Annotated[int, BeforeValidator(_number), Field(ge=1, lt=2**31)]
 _Dtype = Literal["float32", "bfloat16", "float16", "float8"]
 _Hidden = Literal["weights", "tp", "cp", "ep"]
 # Computation hides gathers of weights and reductions of gradients, hops of a ring, and chunks of tokens for experts.
@@ -142,14 +143,12 @@ def known_devices() -> dict[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    """Return a device by its name, or from a YAML file with the fields of `Device`; `cpu` is measured now.
+    """Return a device by its name, or from a YAML file with the fields of `Device` or measurements of them.
 
     Raises:
         PlanError: there is no such device or file, or fields of the file are missing, unknown or invalid.
     """
-    known = {each.lower(): each for each in (*known_devices(), "cpu")}
-    if name.lower() == "cpu":
-        return measure_cpu()
+    known = {each.lower(): each for each in known_devices()}
     if name.lower() in known:
         return known_devices()[known[name.lower()]]
     path = Path(name)
@@ -159,52 +158,8 @@ def find_device(name: str) -> Device:
     hint = f" Did you mean {known[near[0]]}?" if near else ""
     raise PlanError(
         f"device {name!r} is unknown; expected one of {', '.join(known.values())}, or a YAML file with "
-        f"{_fields()}.{hint}"
+        f"{_fields()}, such as `hp-train doctor --to device.yaml` writes for this machine.{hint}"
     )
-
-
-def measure_cpu() -> Device:
-    """Measure this machine's CPU: a matrix product and a copy; other rates are derived from these."""
-    x = np.ones((768, 768), np.float32)
-    product = _best(lambda: x @ x)
-    large = np.ones(2**22, np.float32)
-    target = np.empty_like(large)
-    # Each byte is read and written.
-    copied = 2 * large.nbytes / _best(lambda: np.copyto(target, large))
-    # A product of n x n matrices has 2 n**3 operations.
-    rate = 2 * 768**3 / product
-    return Device(
-        name="cpu",
-        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        # On CPUs, frameworks compute half precision in single precision.
-        flops={"float32": rate, "bfloat16": rate, "float16": rate},
-        memory_bandwidth=copied,
-        # All ranks of a measured CPU are on this machine, and share its cores.
-        ranks_per_node=1 << 30,
-        processors=1,
-        # A message between processes is copied about four times.
-        inner_bandwidth=copied / 4,
-        outer_bandwidth=copied / 4,
-        host_bandwidth=copied,
-        inner_latency=1e-4,
-        outer_latency=1e-4,
-        link_efficiency=1.0,
-        operation_seconds=1e-5,
-        forward_seconds=1e-3,
-        # Collectives need the cores that compute.
-        hidden={},
-        is_host=True,
-    )
-
-
-def _best(run: Callable[[], Any]) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    # The fastest run is the least disturbed by other processes.
-    return min(times)
 
 
 # Device files --------------------------------------------------------------------------------------------
@@ -218,7 +173,7 @@ class MeasuredProduct:
     rows: _Positive
     inputs: _Positive
     outputs: _Positive
-    seconds: _Positive
+    seconds: _Measured
 
     @property
     def flops(self) -> float:
@@ -236,11 +191,11 @@ class MeasuredProduct:
 class MeasuredBlock:
     """The time of forward and backward of a decoder of `block_options`, in a device file."""
 
-    dtype: _Dtype
-    hidden_size: Annotated[int, BeforeValidator(_number), Field(ge=64)]
-    batch: Annotated[int, BeforeValidator(_number), Field(ge=1)]
-    length: Annotated[int, BeforeValidator(_number), Field(ge=1)]
-    seconds: _Positive
+    dtype: Literal["float32", "bfloat16", "float16"]
+    hidden_size: Annotated[_Count, Field(multiple_of=64)]
+    batch: _Count
+    length: _Count
+    seconds: _Measured
 
     @property
     def work(self) -> Work:
@@ -267,9 +222,9 @@ class MeasuredCollective:
     ranks: Annotated[int, BeforeValidator(_number), Field(ge=2)]
     nodes: Annotated[int, BeforeValidator(_number), Field(ge=1)] = 1
     bytes: _Positive
-    seconds: _Positive
-    product_seconds: _Positive | None = None
-    both_seconds: _Positive | None = None
+    seconds: _Measured
+    product_seconds: _Measured | None = None
+    both_seconds: _Measured | None = None
 
     @property
     def hidden(self) -> float | None:
@@ -280,13 +235,13 @@ class MeasuredCollective:
         return min(1.0, max(0.0, saved / min(self.product_seconds, self.seconds)))
 
 
+_T = TypeVar("_T", MeasuredProduct, MeasuredBlock)
+
+
 def fit_products(products: Iterable[MeasuredProduct], memory_bandwidth: float) -> dict[str, Any]:
     """Return the fields of `Device` with which measured products of several shapes take the measured times."""
-    by_dtype: dict[str, list[MeasuredProduct]] = {}
-    for each in products:
-        by_dtype.setdefault(each.dtype, []).append(each)
     fitted: dict[str, list[float]] = {}
-    for dtype, every in by_dtype.items():
+    for dtype, every in _by_dtype(products).items():
         # At least half of the time is that of the operations.
         seconds = [x.seconds - min(x.bytes / memory_bandwidth, x.seconds / 2) for x in every]
         fitted[dtype] = _fit([[1.0, x.flops] for x in every], seconds)
@@ -295,20 +250,35 @@ def fit_products(products: Iterable[MeasuredProduct], memory_bandwidth: float) -
     return {"flops": rates, "operation_seconds": least, "efficiency": 1.0} if rates else {}
 
 
-def fit_blocks(blocks: Sequence[MeasuredBlock], memory_bandwidth: float) -> dict[str, Any]:
-    """Return the fields of `Device` with which measured blocks of one dtype take the measured times."""
-    works = [each.work for each in blocks]
-    copied = [(w.operands + w.loss) / memory_bandwidth for w in works]
-    # At least half of the time is that of the operations, as in products.
-    seconds = [x.seconds - min(each, x.seconds / 2) for x, each in zip(blocks, copied, strict=True)]
-    rows = [[w.operations, w.attention, w.saved, w.products] for w in works]
-    operation, attention, saved, product = _fit(rows, seconds)
-    return {
-        "flops": {blocks[0].dtype: 1 / product},
-        "operation_seconds": operation,
-        "attention_efficiency": min(1.0, product / attention) if attention else 1.0,
-        "traffic": max(saved * memory_bandwidth, 1e-3),
-    }
+def fit_blocks(blocks: Iterable[MeasuredBlock], memory_bandwidth: float) -> dict[str, Any]:
+    """Return the fields of `Device` with which measured blocks take the measured times.
+
+    Each dtype has a rate of products of its own. The other fields are those of the dtype with the most blocks.
+    """
+    found: dict[str, Any] = {}
+    flops: dict[str, float] = {}
+    for dtype, every in sorted(_by_dtype(blocks).items(), key=lambda each: len(each[1])):
+        works = [each.work for each in every]
+        copied = [(w.operands + w.loss) / memory_bandwidth for w in works]
+        # At least half of the time is that of the operations, as in products.
+        seconds = [x.seconds - min(each, x.seconds / 2) for x, each in zip(every, copied, strict=True)]
+        rows = [[w.operations, w.attention, w.saved, w.products] for w in works]
+        operation, attention, saved, product = _fit(rows, seconds)
+        flops[dtype] = 1 / product
+        found = {
+            "flops": flops,
+            "operation_seconds": operation,
+            "attention_efficiency": min(1.0, product / attention) if attention else 1.0,
+            "traffic": max(saved * memory_bandwidth, 1e-3),
+        }
+    return found
+
+
+def _by_dtype(measured: Iterable[_T]) -> dict[str, list[_T]]:
+    found: dict[str, list[_T]] = {}
+    for each in measured:
+        found.setdefault(each.dtype, []).append(each)
+    return found
 
 
 def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]:
@@ -354,19 +324,20 @@ def _fit(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[flo
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """The measurements of a device file."""
+class _Measurements:
+    """The measurements of a device file, and the format in which they are written."""
 
+    format: int = 1
     products: tuple[MeasuredProduct, ...] = ()
     blocks: tuple[MeasuredBlock, ...] = ()
     collectives: tuple[MeasuredCollective, ...] = ()
 
 
 def _fields() -> str:
-    return ", ".join(each.name for each in (*fields(Device), *fields(_Measured)))
+    return ", ".join(each.name for each in (*fields(Device), *fields(_Measurements)))
 
 
-def _fitted(measured: _Measured, given: dict[str, Any]) -> dict[str, Any]:
+def _fitted(measured: _Measurements, given: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `Device` with which everything takes the measured times."""
     found = fit_collectives(measured.collectives)
     if measured.products or measured.blocks:
@@ -385,9 +356,15 @@ def _read(path: Path) -> Device:
         raise PlanError(f"device file {path} is not YAML: {error}") from error
     if not isinstance(given, dict):
         raise PlanError(f"device file {path}: expected the fields {_fields()}, got {given!r}")
-    lists = {each.name: given.pop(each.name) for each in fields(_Measured) if each.name in given}
+    lists = {each.name: given.pop(each.name) for each in fields(_Measurements) if each.name in given}
     try:
-        measured = TypeAdapter(_Measured).validate_python(lists)
+        measured = TypeAdapter(_Measurements).validate_python(lists)
+        if lists and measured.format != FILE_FORMAT:
+            raise PlanError(
+                f"device file {path}: expected measurements of format {FILE_FORMAT}, got format {measured.format}, in "
+                f"which `seconds` may mean something else: run `hp-train doctor --to {path}` again; if you wrote the "
+                f"measurements yourself, compare them with docs/how_to/plan_a_run.md and add `format: {FILE_FORMAT}`"
+            )
         # What the file states goes before what its measurements give.
         return TypeAdapter(Device).validate_python({"name": path.stem, **_fitted(measured, given), **given})
     except ValidationError as error:
