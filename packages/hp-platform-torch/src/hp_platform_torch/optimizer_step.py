@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_platform_torch.tensor.dtensor import TorchDTensor
-from hp_platform_torch.tensor.torch_operation import LocalOperations
+from hp_platform_torch.tensor.torch_operation import LocalOperations, specs_of
 
 Tensor = torch.Tensor
 
@@ -46,7 +46,6 @@ _ELEMENTWISE = frozenset(
     }
 )
 _local_grad = torch.Tensor.grad.__get__
-_spec = operator.attrgetter("_spec")
 
 
 @functools.cache
@@ -159,7 +158,7 @@ class _Plan:
         ):
             return None
         found = self.parameters + _in_slots(state, self.slots)
-        if _specs(found) != self.specs:
+        if specs_of(found) != self.specs:
             return None
         if len(self.parameters) < len(self.given):
             found = list(filter(_is_dtensor, found))
@@ -173,7 +172,7 @@ class _Plan:
         if type(None) in map(type, grads):
             grads = [x.grad for x in self.parameters]  # also fetches gradients that are stored elsewhere (offloaded)
         distributed = [x for x in grads if type(x) is TorchDTensor]
-        fit = _specs(distributed) == self.specs[: len(grads)] or all(map(_fits, grads, self.specs))
+        fit = specs_of(distributed) == self.specs[: len(grads)] or all(map(_fits, grads, self.specs))
         return found + distributed if fit else None
 
     def collector(self, optimizer: optim.Optimizer) -> Callable[..., Any]:
@@ -269,7 +268,7 @@ def _plan(optimizer: optim.Optimizer) -> _Plan | None:
         for x in filter(_is_dtensor, group["params"])
         if name is not None and state.get(x, {}).get(name) is None
     ]
-    specs = _specs(parameters + _in_slots(state, slots[0]))
+    specs = specs_of(parameters + _in_slots(state, slots[0]))
     return _Plan(given, parameters, without_state, list(state), slots[0], specs, needed)
 
 
@@ -294,13 +293,6 @@ def _given(optimizer: optim.Optimizer) -> list[Tensor]:
 
 def _in_slots(state: Mapping[Tensor, Mapping[str, Any]], names: Iterable[str]) -> list[Any]:
     return [own.get(name) for name in names for own in state.values()]
-
-
-def _specs(tensors: Iterable[Any]) -> list[TensorSpec | None]:
-    try:
-        return list(map(_spec, tensors))
-    except AttributeError:
-        return [getattr(x, "_spec", None) for x in tensors]
 
 
 def _are_same(a: Sequence[Any], b: Collection[Any]) -> bool:

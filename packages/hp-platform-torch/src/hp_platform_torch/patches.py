@@ -27,7 +27,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from hp_dtensor.comm.saved_tensors import as_now
+from hp_dtensor.comm.saved_tensors import as_now, recomputing_as_now
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.patch import Patch
 from hp_dtensor.spec.tensor_spec import TensorSpec, has_gradient
@@ -348,7 +348,7 @@ def _with_full_mask(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _recomputing_as_in_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward of the reentrant checkpoint that recomputes within the context parallelism of now."""
+    """Return a forward of the reentrant checkpoint that recomputes within the context parallelism of this forward."""
 
     @functools.wraps(forward)
     def called(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -357,16 +357,6 @@ def _recomputing_as_in_forward(forward: Callable[..., Any]) -> Callable[..., Any
         return outputs
 
     return called
-
-
-def _recomputed_as_in_forward(init: Callable[..., None]) -> Callable[..., None]:
-    """Return an `__init__` of the frame of a non-reentrant checkpoint that does the same."""
-
-    @functools.wraps(init)
-    def initialized(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        init(self, as_now(recompute_fn), *args, **kwargs)
-
-    return initialized
 
 
 # The table ------------------------------------------------------------------------------------------------
@@ -425,7 +415,7 @@ PATCHES = (
         _AS_IN_FORWARD,
         _recomputing_as_in_forward,
     ),
-    Patch("torch.utils.checkpoint._CheckpointFrame.__init__", _OUTSIDE, _AS_IN_FORWARD, _recomputed_as_in_forward),
+    Patch("torch.utils.checkpoint._CheckpointFrame.__init__", _OUTSIDE, _AS_IN_FORWARD, recomputing_as_now),
     Patch(
         "torch._functorch.eager_transforms._wrap_for_grad",
         _BYPASSED,

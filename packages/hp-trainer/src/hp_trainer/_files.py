@@ -168,7 +168,7 @@ def has_ended(writer: str) -> bool | None:
 
 @functools.cache
 def _machine() -> str:
-    """Return a hash of what process ids are unique in: host, boot and PID namespace (each container has its own)."""
+    """Return a hash of the scope in which a process id is unique: host, boot, and PID namespace (one per container)."""
     text = f"{socket.gethostname()} {read_system('/proc/sys/kernel/random/boot_id')} {pid_namespace()}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 

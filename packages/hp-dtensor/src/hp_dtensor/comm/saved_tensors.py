@@ -193,6 +193,19 @@ def as_now(function: Callable[..., T]) -> Callable[..., T]:
     return called
 
 
+def recomputing_as_now(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an `__init__` of a framework's checkpoint frame whose function is recomputed `as_now`.
+
+    So recomputation runs within the context parallelism of the forward. torch and MindSpore have the same frame.
+    """
+
+    @functools.wraps(init)
+    def initialized(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        init(self, as_now(recompute_fn), *args, **kwargs)
+
+    return initialized
+
+
 def saved_result(kind: str, compute: Callable[[], T]) -> T:
     """Return `compute()` or, during a recomputation that saves results of this kind, the result of the first time.
 

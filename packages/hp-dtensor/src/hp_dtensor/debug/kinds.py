@@ -42,7 +42,14 @@ class Kind:
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor of both sides and in the step before, the unit of rounding, and for updates the weights."""
+    """One tensor of both sides to compare.
+
+    Attributes:
+        a, b: the tensor on either side.
+        before_a, before_b: the same in the step before.
+        unit: the unit of rounding of its dtype.
+        weights_a, weights_b: for an update, the weights that it is added to.
+    """
 
     a: Event
     b: Event

@@ -20,7 +20,6 @@ from mindspore import Tensor, nn, ops
 from mindspore.common.recompute import _RecomputeCell
 from mindspore.graph.api import _pynative_executor as executor
 
-from hp_dtensor.comm.saved_tensors import as_now
 from hp_dtensor.exceptions import CapabilityError, GradientPathError
 from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.platform.selection import get_platform
@@ -237,16 +236,6 @@ def recording_custom_bprop(plain: Callable[..., Any]) -> Callable[..., Any]:
         return result if outputs[0] is output else type(output)(result)
 
     return call_custom_bprop
-
-
-def recomputed_as_in_forward(init: Callable[..., None]) -> Callable[..., None]:
-    """Return an `__init__` of non-reentrant `mindspore.recompute` that restores the context parallelism of now."""
-
-    @functools.wraps(init)
-    def initialized(self: Any, recompute_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        init(self, as_now(recompute_fn), *args, **kwargs)
-
-    return initialized
 
 
 def recomputing_sharded(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import mindspore as ms
 from mindspore.common._register_for_tensor import tensor_operator_registry
 
+from hp_dtensor.comm.saved_tensors import recomputing_as_now
 from hp_dtensor.platform.patch import Patch
 from hp_platform_mindspore.patches import functions, gradients, optimizers
 from hp_platform_mindspore.tensor import modules
@@ -123,7 +124,7 @@ PATCHES = (
         "mindspore.common.recompute._RecomputeHandle.__init__",
         "recomputes attention outside of `ContextParallel`, over one rank's tokens",
         "recomputed as in forward, as plain tensors are",
-        gradients.recomputed_as_in_forward,
+        recomputing_as_now,
     ),
     _of_graph("mindspore.graph.api._JitExecutor.compile", gradients.refusing_source),
     _of_graph("mindspore.graph.api._CellGraphExecutor.compile", gradients.refusing_cell),

@@ -7,7 +7,6 @@ To give a function a handler, add it to `HANDLERS`. A function with a sharding r
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from hp_dtensor.tensor.redistribution import observe_gradient, shortcut_views, w
 from hp_platform_torch.ops.decompositions import DECOMPOSED
 from hp_platform_torch.ops.namespace import property_of
 from hp_platform_torch.tensor.dtensor import READS_NUMBER, TorchDTensor, unwrap_gradient, wrap_gradient, wrap_in_place
-from hp_platform_torch.tensor.torch_operation import Handler, LocalOperations, first_spec, locally, run_into
+from hp_platform_torch.tensor.torch_operation import Handler, LocalOperations, first_spec, locally, run_into, specs_of
 
 Tensor = torch.Tensor
 
@@ -170,7 +169,7 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
         for value in (*args, *kwargs.values())
         if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor)
     ]
-    placed = [_specs_of(tensors) for tensors in lists]
+    placed = [specs_of(tensors) for tensors in lists]
     if name.startswith("_foreach_") and any(spec is not None and spec.is_partial for spec in set(placed[0])):
         return _one_by_one(name, len(placed[0]), args, kwargs)
     specs = _common_specs(name, lists, placed)
@@ -210,7 +209,7 @@ def _one_by_one(name: str, count: int, args: tuple[Any, ...], kwargs: Mapping[st
 def _unscale(func: Callable[..., Any], grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscale gradients for `torch.amp.GradScaler`; `found_inf` is reduced over all ranks that have shards of them."""
     # Placements are checked before the call writes `found_inf`.
-    specs = [spec for spec in _common_specs(func.__name__, [grads], [_specs_of(grads)]) if spec is not None]
+    specs = [spec for spec in _common_specs(func.__name__, [grads], [specs_of(grads)]) if spec is not None]
     with LocalOperations():
         func(grads, found_inf, inv_scale)
     # In order of first use, which is the same on all ranks; a set's order may differ.
@@ -247,24 +246,13 @@ def _common_specs(
 
 
 def _check_numbers(name: str, values: Sequence[Any]) -> None:
-    """Refuse a factor for all tensors of which each rank has a part, or would get a part of the gradient."""
+    """Refuse a DTensor as the common factor of a list if it is partial, or if its gradient would be."""
     for x in values:
         if type(x) is TorchDTensor and (x._spec.is_partial or (torch.is_grad_enabled() and x.requires_grad)):
             raise ShardingRuleError(
                 f"{name}: a number that is partial or requires a gradient ({x._spec!r}) would differ between "
                 "ranks; pass its value, float(x), which every rank must call"
             )
-
-
-def _specs_of(tensors: Sequence[Tensor]) -> list[TensorSpec | None]:
-    try:
-        # attrgetter in `map` runs in C: this is on the path of each optimizer step.
-        return list(map(_spec, tensors))
-    except AttributeError:
-        return [getattr(x, "_spec", None) for x in tensors]
-
-
-_spec = operator.attrgetter("_spec")
 
 
 def _check_positions(

@@ -7,6 +7,7 @@ A call whose plan is cached is run in `dtensor.py` alone.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -338,6 +339,18 @@ class _OperationsInPlace(dict[TorchOperation, TorchOperation]):
 
 operations = Operations()
 operations_in_place = _OperationsInPlace()
+
+
+def specs_of(tensors: Sequence[Any]) -> list[TensorSpec | None]:
+    """Return the spec of each tensor; None for plain ones."""
+    try:
+        # attrgetter in `map` runs in C: this is on the path of each optimizer step.
+        return list(map(_spec, tensors))
+    except AttributeError:
+        return [getattr(x, "_spec", None) for x in tensors]
+
+
+_spec = operator.attrgetter("_spec")
 
 
 def first_spec(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorSpec:
