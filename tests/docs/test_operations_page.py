@@ -21,14 +21,17 @@ def _check(*arguments: str, tool: str = "operations_page.py") -> None:
     assert (check.returncode, check.stdout) == (0, ""), check.stderr
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_the_page_of_operations_is_current() -> None:
     _check()
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_the_page_of_the_interface_is_current() -> None:
     _check(tool="interface_page.py")
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_the_list_of_tables_is_current() -> None:
     _check("rules")
 

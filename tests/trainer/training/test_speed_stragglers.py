@@ -99,6 +99,7 @@ def test_a_slow_rank_is_named_with_its_first_slow_step(
 
 
 @pytest.mark.real_ranks
+@pytest.mark.usefixtures("torch_suffices")
 def test_an_undisturbed_run_names_no_rank(folder, hp_train) -> None:
     code, out, err = hp_train("run", "run.yaml", "--run.folder=out", *SETTINGS).finish(END_SECONDS)
     assert code == 0, err
