@@ -146,10 +146,11 @@ class Environment:
                 print(f"[setup] {self.name}: not from tools/lock.toml, which was written for others", flush=True)
             self._run_pip(python, wanted)
             return
+        # pip requires digests of all requirements or of none, so the wheels of this repository have theirs too.
+        digests = {each: hashlib.sha256(each.read_bytes()).hexdigest() for each in self.wheels}
+        locked += [f"{wheel.as_uri()} --hash=sha256:{digest}" for wheel, digest in digests.items()]
         (folder / "locked.txt").write_text("\n".join(locked) + "\n")
         self._run_pip(python, ["--no-deps", "--require-hashes", "--requirement", str(folder / "locked.txt")])
-        if self.wheels:
-            self._run_pip(python, ["--no-deps", *map(str, self.wheels)])
         unlocked = [each for each in self.requirements if re.split(r"[^\w.-]", each)[0] in lock.UNLOCKED]
         if unlocked:
             self._run_pip(python, unlocked)
