@@ -143,21 +143,23 @@ def add_plugin(folder: Path, name: str, source: str, monkeypatch: pytest.MonkeyP
 
 
 def left_in_shared_memory(before: set[str], seconds: float = 10.0) -> list[str]:
-    """Return names in shared memory that are not in `before`, and that no process has mapped.
+    """Return names in shared memory that are not in `before`, and that no process has mapped for `seconds`.
 
     Other programs may use it meanwhile: their names are mapped, or are there for a moment only.
     """
     deadline = time.monotonic() + seconds
-    while new := set(os.listdir("/dev/shm")) - before:
+    left = set(os.listdir("/dev/shm")) - before
+    while left:
         mapped = ""
         for maps in Path("/proc").glob("[0-9]*/maps"):
             with contextlib.suppress(OSError):
                 mapped += maps.read_text(errors="replace")
-        left = sorted(name for name in new if f"/dev/shm/{name}" not in mapped)
-        if not left or time.monotonic() > deadline:
-            return left
+        # A busy machine always has new names of others, so only those that were there from the start count.
+        left = {name for name in left & set(os.listdir("/dev/shm")) if f"/dev/shm/{name}" not in mapped}
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.2)
-    return []
+    return sorted(left)
 
 
 def steps_of(run: Path) -> list[int]:
