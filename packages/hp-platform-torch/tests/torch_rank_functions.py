@@ -385,3 +385,68 @@ def _every_collective(group):
     sending.wait()
     results += [message, exchanged, *arriving, passed if rank else message, around]
     return [x.float().tolist() for x in results]
+
+
+def large_collectives(outbox_bytes):
+    """Check asynchronous collectives whose messages go through shared memory, or with too little of it over gloo.
+
+    Returns the number of messages to other ranks, and of those that had a place in memory.
+    """
+    world = current_world(PLATFORM)
+    group, rank, size = world.all, world.rank, world.size
+    memory, counts = world.memory, {"all": 0, "placed": 0}
+    put, end = memory.put, memory._outbox._end
+
+    def counted(x, peers):
+        places = put(x, peers)
+        counts["all"] += len(peers)
+        counts["placed"] += len(places or ())
+        return places
+
+    memory.put = counted
+    memory._outbox._end = memory._outbox._first + outbox_bytes if outbox_bytes else end
+    try:
+        for step in range(3):
+            _large_round(group, rank, size, step)
+    finally:
+        del memory.put
+        memory._outbox._end = end
+    return counts
+
+
+def _large_round(group, rank, size, step):
+    n = 2**17 + step  # elements of 4 bytes
+    base = torch.arange(float(n))
+    gathered, reduced = torch.empty(size * n), torch.empty(n)
+    rows = [20 + rank + j for j in range(size)]
+    sent = torch.cat([torch.full((rows[j], 2**13), 10.0 * rank + j) for j in range(size)])
+    exchanged = torch.empty_like(sent)
+    sends = [None if j == rank else base + 100 * rank + j for j in range(size)]
+    receives = [None if j == rank else torch.empty(n) for j in range(size)]
+    works = [
+        group.all_gather_into(gathered, base + rank, async_op=True),
+        group.reduce_scatter_into(reduced, torch.cat([base * (1 + rank) + j for j in range(size)]), async_op=True),
+        group.all_to_all_into(exchanged, sent, rows, rows, async_op=True),
+        group.start_exchange(sends, receives),
+    ]
+    # The last one first: it finishes those before it.
+    for work in reversed(works):
+        work.wait()
+    total = sum(range(1, size + 1))
+    assert torch.equal(gathered, torch.cat([base + j for j in range(size)]))
+    assert torch.equal(reduced, base * total + size * rank)
+    assert exchanged[:, 0].tolist() == [10.0 * j + rank for j in range(size) for _ in range(rows[j])]
+    assert torch.equal(exchanged, exchanged[:, :1].expand_as(exchanged))
+    for j in range(size):
+        assert j == rank or torch.equal(receives[j], base + 100 * j + rank)
+
+
+def exchange_of_different_sizes():
+    """Rank 1 expects twice as much as rank 0 sends."""
+    group = current_world(PLATFORM).all
+    sends, receives = [None, None], [None, None]
+    if group.rank == 0:
+        sends[1] = torch.ones(2**17)
+    else:
+        receives[0] = torch.empty(2**18)
+    group.exchange(sends, receives)

@@ -22,6 +22,7 @@ from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.comm.world import NoCommunicationGroup, World
 from hp_dtensor.exceptions import CollectiveError, PlatformError
 from hp_platform_torch.comm.groups import BACKEND_NAMES, FACTS, StagedGroup, TorchGroup, device_types, shares_devices
+from hp_platform_torch.comm.shared_memory import connect_memory
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -33,6 +34,9 @@ class TorchWorld(World):
     Args:
         store: key-value store through which members of a new group connect; None in a job of one rank.
         timeout: the longest time that a collective waits for a peer.
+
+    Attributes:
+        memory: what ranks of this host share. None in a job of one rank, and where messages cannot be sent through it.
     """
 
     platform: Platform
@@ -40,6 +44,7 @@ class TorchWorld(World):
     def __init__(self, rank: int, size: int, platform: Platform, store: dist.Store | None, timeout: timedelta) -> None:
         super().__init__(rank, size, platform)
         self._store = store
+        self.memory = connect_memory(rank, size, store)
         self._timeout = timeout
         self._closed = False
         self._num_connections: Counter[str] = Counter()
@@ -52,7 +57,7 @@ class TorchWorld(World):
             return NoCommunicationGroup(ranks, rank, self.platform)
         # NCCL refuses two ranks on one device.
         kind = StagedGroup if self.platform.device_types[0] != "cpu" and shares_devices() else TorchGroup
-        return kind(ranks, rank, self.platform, functools.partial(self.connect, ranks))
+        return kind(ranks, rank, self.platform, functools.partial(self.connect, ranks), self.memory)
 
     def framework_group(self, group: ProcessGroup, device_type: str) -> Any:
         """Return `group` as a `torch.distributed.ProcessGroup`; in a job without torch.distributed the group itself."""
@@ -98,7 +103,7 @@ class TorchWorld(World):
     def close(self) -> None:
         self._closed = True
         super().close()
-        self._store = None
+        self._store = self.memory = None
 
 
 def _gloo(store: dist.Store, ranks: tuple[int, ...], rank: int, timeout: timedelta, name: str) -> dist.Backend:

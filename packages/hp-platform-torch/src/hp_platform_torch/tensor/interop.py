@@ -265,4 +265,4 @@ def _share(world: World, ranks: tuple[int, ...], group: dist.ProcessGroup) -> No
         # Torch's group has no connection for host data, so this world opens one.
         return world.connect(ranks, FACTS) if device_type == FACTS else group._get_backend(torch.device(device_type))
 
-    world._groups[ranks] = TorchGroup(ranks, ranks.index(world.rank), world.platform, connect)
+    world._groups[ranks] = TorchGroup(ranks, ranks.index(world.rank), world.platform, connect, world.memory)

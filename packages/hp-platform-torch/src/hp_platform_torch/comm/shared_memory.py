@@ -1,0 +1,204 @@
+"""Messages between processes of one host through shared memory.
+
+Gloo sends through sockets: the kernel copies every byte in and out, and a thread of gloo takes processor time from the
+computation. Here the sender copies a message into its *outbox*, memory that the other processes of the host have
+mapped, and sends only its place over gloo. The receiver copies it out when it waits for the message.
+
+- A place in an outbox is reused once every receiver of its message has copied it out, which each one reports by a byte
+  in the outbox. A sender never waits for that: a message that does not fit now is sent over gloo.
+- An outbox has no name: it is a file in memory, which peers open through `/proc`. It ends with the last process that
+  has mapped it, killed ones included.
+- A rank uses its outbox for a peer only after that peer has reported, by another byte, that it has mapped it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import platform as machine
+import secrets
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    Tensor = torch.Tensor
+
+OUTBOX_BYTES = 2**26
+"""Bytes of a rank's messages that receivers have not copied out. Pages that no message has used take no memory."""
+
+SMALLEST_BYTES = 2**19
+"""Smaller messages are sent over gloo, which is as fast up to about this size."""
+
+_NUM_SLOTS = 1024
+_ALIGNMENT = 64
+
+
+class Place(NamedTuple):
+    """The position of a message in an outbox; `slot` is the byte that its receiver clears when it has copied it."""
+
+    slot: int
+    offset: int
+
+
+class SharedMemory:
+    """The outbox of this rank, and those of the other ranks of its host.
+
+    Args:
+        store: the key-value store of the job, in which ranks publish their outboxes.
+    """
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self._rank, self._store, self._host = rank, store, _host()
+        self._outbox = _Outbox(size)
+        self._on_host: dict[int, bool] = {}
+        self._peers: dict[int, _Mapping] = {}
+        store.set(_key(rank), json.dumps([self._host, *self._outbox.identity]))
+
+    def reaches(self, peer: int) -> bool:
+        """Return True if a global rank is on this host, the same on both: places announce the messages between them."""
+        if peer not in self._on_host:
+            host, *identity = json.loads(self._store.get(_key(peer)))
+            self._on_host[peer] = host == self._host
+            if host == self._host:
+                # Where the system refuses, nothing is reported: the peer announces messages and sends them over gloo.
+                with contextlib.suppress(OSError, ValueError):
+                    self._peers[peer] = _Mapping.of_process(*identity)
+                    self._peers[peer].bytes[_NONCE_BYTES + self._rank] = 1
+        return self._on_host[peer]
+
+    def put(self, x: Tensor, peers: list[int]) -> list[Place] | None:
+        """Copy a contiguous tensor into the outbox for each of `peers`.
+
+        Returns:
+            The place for each of them. None: it does not fit now, or one of them has not mapped the outbox.
+        """
+        if not all(self._outbox.is_mapped_by(peer) for peer in peers):
+            return None
+        return self._outbox.put(x.data_ptr(), x.numel() * x.element_size(), len(peers))
+
+    def take(self, x: Tensor, place: Place, peer: int) -> None:
+        """Copy a message from the outbox of `peer` into a contiguous tensor, and release its place."""
+        outbox = self._peers[peer]
+        ctypes.memmove(x.data_ptr(), outbox.address + place.offset, x.numel() * x.element_size())
+        outbox.bytes[place.slot] = 0
+
+
+_NONCE_BYTES = 16
+
+
+class _Mapping:
+    """A file in memory, mapped into this process."""
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self.bytes = mmap.mmap(descriptor, num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+    @classmethod
+    def of_process(cls, process: int, descriptor: int, num_bytes: int, nonce: str) -> _Mapping:
+        """Map the file that another process has open.
+
+        Raises:
+            OSError: it cannot be opened.
+            ValueError: it is another file.
+        """
+        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = cls(opened, num_bytes)
+        finally:
+            os.close(opened)
+        # The number of the process may belong to another one by now.
+        if found.bytes[:_NONCE_BYTES] != bytes.fromhex(nonce):
+            raise ValueError("another process has this number")
+        return found
+
+
+class _Block(NamedTuple):
+    start: int
+    end: int
+    slots: list[int]
+
+
+class _Outbox:
+    """Memory for this rank's messages: a nonce, a byte per rank that has mapped it, a byte per slot, the messages."""
+
+    def __init__(self, num_ranks: int) -> None:
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        first_slot = _NONCE_BYTES + num_ranks
+        self._first = _aligned(first_slot + _NUM_SLOTS)
+        self._end = self._first + OUTBOX_BYTES
+        descriptor = os.memfd_create("outbox", os.MFD_CLOEXEC)
+        self._file = os.fdopen(descriptor, "rb")  # closes it with this object
+        os.ftruncate(descriptor, self._end)
+        self._mapping = _Mapping(descriptor, self._end)
+        self._mapping.bytes[:_NONCE_BYTES] = nonce
+        self.identity = [os.getpid(), descriptor, self._end, nonce.hex()]
+        self._free_slots = [*range(first_slot, first_slot + _NUM_SLOTS)]
+        self._blocks: list[_Block] = []  # in the order of their starts
+        self._lock = threading.Lock()
+
+    def is_mapped_by(self, peer: int) -> bool:
+        return self._mapping.bytes[_NONCE_BYTES + peer] == 1
+
+    def put(self, address: int, num_bytes: int, num_receivers: int) -> list[Place] | None:
+        """Copy bytes to a free place, and return one `Place` per receiver. None: they do not fit."""
+        flags = self._mapping.bytes
+        with self._lock:
+            self._drop_received()
+            # The first gap that fits, so that few pages are ever used.
+            start, index = self._first, 0
+            while index < len(self._blocks) and self._blocks[index].start - start < num_bytes:
+                start, index = self._blocks[index].end, index + 1
+            if start + num_bytes > self._end or num_receivers > len(self._free_slots):
+                return None
+            slots = [self._free_slots.pop() for _ in range(num_receivers)]
+            self._blocks.insert(index, _Block(start, _aligned(start + num_bytes), slots))
+        for slot in slots:
+            flags[slot] = 1
+        ctypes.memmove(self._mapping.address + start, address, num_bytes)
+        return [Place(slot, start) for slot in slots]
+
+    def _drop_received(self) -> None:
+        flags, pending = self._mapping.bytes, []
+        for block in self._blocks:
+            if any(flags[slot] for slot in block.slots):
+                pending.append(block)
+            else:
+                self._free_slots += block.slots
+        self._blocks = pending
+
+
+def connect_memory(rank: int, size: int, store: dist.Store | None) -> SharedMemory | None:
+    """Return the shared memory of a job's rank. None where messages cannot be sent through it."""
+    if store is None or size == 1:
+        return None
+    # The store of torch's fake process group raises RuntimeError.
+    with contextlib.suppress(RuntimeError):
+        # Other processors than x86-64 may show a receiver's byte to the sender before it has read the message.
+        if sys.platform == "linux" and machine.machine() == "x86_64":
+            with contextlib.suppress(OSError):
+                return SharedMemory(rank, size, store)
+        # Its peers wait for this key.
+        store.set(_key(rank), json.dumps([None]))
+    return None
+
+
+def _host() -> str:
+    """Return a name for this host and user: processes with the same one can open each other's files."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+
+
+def _key(rank: int) -> str:
+    return f"outbox/{rank}"
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

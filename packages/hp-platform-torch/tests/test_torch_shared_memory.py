@@ -1,0 +1,123 @@
+"""Messages between ranks of one host through shared memory: places and their reuse, and collectives of real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch_rank_functions as on_rank
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hp_dtensor.exceptions import LaunchError
+from hp_platform_torch.comm import shared_memory
+from hp_platform_torch.comm.shared_memory import SharedMemory, connect_memory
+
+
+def pair():
+    """Return the shared memories of two ranks that have met."""
+    store = dist.HashStore()
+    first, second = SharedMemory(0, 2, store), SharedMemory(1, 2, store)
+    assert [first.reaches(1), second.reaches(0)] == [True, True]
+    return first, second
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
+def test_a_message_has_the_bits_of_its_tensor(dtype):
+    first, second = pair()
+    x = torch.randint(0, 2, (1000, 3)).to(dtype)
+    received = torch.empty_like(x)
+    (place,) = first.put(x, [1])
+    sent = x.clone()
+    x.zero_()  # the message is a copy
+    second.take(received, place, 0)
+    assert torch.equal(received, sent)
+
+
+def test_a_place_is_reused_when_all_receivers_have_taken_it():
+    first, second = pair()
+    x = torch.ones(1000)
+    kept, taken = first.put(x, [1])[0], first.put(x, [1, 1])
+    assert taken[0].offset == taken[1].offset > kept.offset
+    second.take(x, taken[0], 0)
+    assert first.put(x, [1])[0].offset > taken[0].offset, "one of its two receivers has not taken it"
+    second.take(x, taken[1], 0)
+    assert first.put(x, [1])[0].offset == taken[0].offset, "the first gap that fits"
+    assert first.put(torch.ones(2000), [1])[0].offset > taken[0].offset
+
+
+def test_what_does_not_fit_has_no_place(monkeypatch):
+    monkeypatch.setattr(shared_memory, "OUTBOX_BYTES", 2**14)
+    first, second = pair()
+    half, received = torch.ones(2**11), torch.empty(2**11)
+    places = [first.put(half, [1])[0] for _ in range(2)]
+    assert first.put(torch.ones(1), [1]) is None
+    second.take(received, places[0], 0)
+    assert first.put(torch.ones(2**11 + 1), [1]) is None
+    assert first.put(half, [1])[0].offset == places[0].offset
+
+
+def test_messages_without_a_free_slot_have_no_place(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_NUM_SLOTS", 3)
+    first, second = pair()
+    x = torch.ones(4)
+    (place,), _ = first.put(x, [1]), first.put(x, [1])
+    assert first.put(x, [1, 1]) is None
+    second.take(x, place, 0)
+    assert first.put(x, [1, 1]) is not None
+
+
+def test_a_peer_that_has_not_mapped_the_outbox_gets_no_place():
+    store = dist.HashStore()
+    first, second = SharedMemory(0, 2, store), SharedMemory(1, 2, store)
+    assert first.reaches(1)
+    assert first.put(torch.ones(4), [1]) is None
+    assert second.reaches(0)
+    assert first.put(torch.ones(4), [1]) is not None
+
+
+def test_a_peer_whose_outbox_cannot_be_opened_gets_no_message_through_memory(monkeypatch):
+    store = dist.HashStore()
+    first, second = SharedMemory(0, 2, store), SharedMemory(1, 2, store)
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory.os, "open", lambda *_: (_ for _ in ()).throw(PermissionError()))
+        assert second.reaches(0), "messages are announced all the same, because the sender does not know it"
+    assert first.reaches(1)
+    assert first.put(torch.ones(4), [1]) is None
+
+
+def test_another_file_of_the_same_number_is_not_mapped():
+    store = dist.HashStore()
+    first, second = SharedMemory(0, 2, store), SharedMemory(1, 2, store)
+    first._outbox._mapping.bytes[0] ^= 1
+    assert second.reaches(0)
+    assert first.put(torch.ones(4), [1]) is None
+
+
+def test_ranks_of_other_hosts_are_not_reached(monkeypatch):
+    store = dist.HashStore()
+    first = SharedMemory(0, 3, store)
+    monkeypatch.setattr(shared_memory, "_host", lambda: "another host")
+    second = SharedMemory(1, 3, store)
+    monkeypatch.setattr(shared_memory.machine, "machine", lambda: "aarch64")
+    assert connect_memory(2, 3, store) is None
+    assert [first.reaches(1), second.reaches(0), first.reaches(2)] == [False, False, False]
+
+
+def test_torchs_fake_process_group_has_no_shared_memory():
+    assert connect_memory(0, 2, dist.PrefixStore("groups", FakeStore())) is None
+
+
+def test_large_collectives_of_real_ranks(three_ranks):
+    placed = three_ranks.run(on_rank.large_collectives, 0)
+    # An all-gather, a reduce-scatter, an all-to-all and an exchange in each of three rounds; two messages in each.
+    assert all(counts["all"] == 24 and counts["placed"] >= 16 for counts in placed)
+
+
+def test_large_collectives_with_little_room(three_ranks):
+    placed = three_ranks.run(on_rank.large_collectives, 2**20)
+    assert all(counts["all"] == 24 and counts["placed"] < 24 for counts in placed)
+
+
+def test_sizes_that_differ_are_an_error(two_ranks):
+    with pytest.raises(LaunchError, match="sent 524288 bytes, expected 1048576"):
+        two_ranks.run(on_rank.exchange_of_different_sizes)
