@@ -10,8 +10,9 @@ brackets.
 
 With two ranks it also prints the limit of each: the plain forward and backward with both ranks computing, its
 optimizer's share of the elements, and the processor time of the bytes that a rank sends and receives, as messages of a
-block's size between idle ranks. Ranks have a core each, so a transfer that is hidden behind products takes its
-processor time from them, and the three add up. `of limit` is the step time over it.
+block's size between idle ranks: over gloo, or for ours as our groups send them. Ranks have a core each, so a transfer
+that is hidden behind products takes its processor time from them, and the three add up. `of limit` is the step time
+over it.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ CONTENDERS: dict[str, Callable[[Transformer, str], nn.Module]] = {
 class Measured:
     """Results on rank 0 by contender: seconds of steps, of their forwards and backwards, losses, and peak bytes.
 
-    `sent` are the bytes that a rank sends in a step, `link` the processor seconds of a byte sent and one received.
+    `sent` are the bytes that a rank sends in a step, `link` the processor seconds of a byte sent and one received over
+    gloo, and `our_link` in an exchange of our groups.
     """
 
     steps: dict[str, list[float]]
@@ -104,6 +106,7 @@ class Measured:
     sent: dict[str, float]
     peak: int
     link: float = 0.0
+    our_link: float = 0.0
 
 
 def clock(device: str) -> float:
@@ -130,16 +133,26 @@ def sent_bytes(model: Transformer) -> dict[str, float]:
     return {"ours": sharded, "fsdp2": sharded, "ddp": share * 2 * all_bytes, "plain": 0.0}
 
 
-def link_seconds(num_bytes: int, repeats: int = 20) -> float:
+def over_gloo(leaving: torch.Tensor, arriving: torch.Tensor, other: int) -> None:
+    works = [dist.irecv(arriving, other), dist.isend(leaving, other)]
+    for work in works:
+        work.wait()
+
+
+def by_our_group(leaving: torch.Tensor, arriving: torch.Tensor, other: int) -> None:
+    sends, receives = [None, None], [None, None]
+    sends[other], receives[other] = leaving, arriving
+    connected_platform().world.all.exchange(sends, receives)
+
+
+def link_seconds(exchange: Callable[[torch.Tensor, torch.Tensor, int], None], num_bytes: int) -> float:
     """Return the processor seconds of a byte sent and one received, as messages of `num_bytes` in both directions."""
     leaving, arriving = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
-    other, best = 1 - dist.get_rank(), math.inf
-    for _ in range(repeats):
+    best = math.inf
+    for _ in range(20):
         dist.barrier()
         start = time.process_time()
-        works = [dist.irecv(arriving, other), dist.isend(leaving, other)]
-        for work in works:
-            work.wait()
+        exchange(leaving, arriving, 1 - dist.get_rank())
         best = min(best, time.process_time() - start)
     return best / num_bytes
 
@@ -173,7 +186,8 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
             measured.losses[name].append(loss.item())
     measured.peak = peak_bytes(device)
     if dist.get_world_size() == 2:
-        measured.link = link_seconds(int(sent["ours"] / 3 / options.layers))
+        num_bytes = int(sent["ours"] / 3 / options.layers)
+        measured.link, measured.our_link = link_seconds(over_gloo, num_bytes), link_seconds(by_our_group, num_bytes)
     return measured
 
 
@@ -203,7 +217,8 @@ def main() -> None:
     for name in names:
         added = (passes[name] - passes["plain"]) / step[name]
         share = 1 / options.ranks if name in ("ours", "fsdp2") else 1.0
-        limit = passes["plain"] + share * (step["plain"] - passes["plain"]) + measured.sent[name] * measured.link
+        link = measured.our_link if name == "ours" else measured.link
+        limit = passes["plain"] + share * (step["plain"] - passes["plain"]) + measured.sent[name] * link
         over = step[name] / limit
         print(
             f"{name:6s} {step[name] * 1e3:8.1f} ms ({step['ours'] / step[name]:4.2f}), not compute {added:5.1%},"

@@ -86,7 +86,6 @@ class TorchParameterStorage(ParameterStorage):
             storage.resize_(nbytes)
 
     def held_bytes(self, buffer: Tensor) -> int:
-        # The storage may be larger than what is ever touched, see `MAPPED_BYTES`.
         return buffer.numel() * buffer.itemsize if buffer.untyped_storage().nbytes() else 0
 
     def add_(self, target: Tensor, x: Tensor) -> None:
@@ -292,12 +291,10 @@ def _bits(x: Tensor) -> Tensor:
 
 # Host memory ---------------------------------------------------------------------------------------------
 
-# An allocator retains freed memory for later requests that fit. With buffers of many sizes that are allocated and freed
-# for every group, it retains more than is in use. glibc maps memory directly, and unmaps it at once when it is freed,
-# only for requests above its largest threshold. So a smaller buffer asks for that much: pages that are never touched
-# take no memory. Huge pages make the first touch of the others cheap.
-SMALLEST = 2**20  # bytes; below, the allocator is faster
-MAPPED_BYTES = 2**25 + 2**16
+# The allocator retains the pages of freed buffers for the next ones, up to a size of the request. Fresh pages cost as
+# much as the transfer that fills them, because the kernel clears each one when it is first touched. Larger buffers are
+# mapped directly, and unmapped when they are freed; huge pages make their first touch cheaper.
+RETAINED_BYTES = 2**25  # glibc's largest threshold
 
 _PAGE = 4096
 _MADV_HUGEPAGE = 14
@@ -305,25 +302,23 @@ _MADV_HUGEPAGE = 14
 
 def allocate_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised flat tensor in host memory, the only one over its storage."""
-    if numel * dtype.itemsize < SMALLEST:
-        return torch.empty(numel, dtype=dtype)
-    tensor = torch.empty(0, dtype=dtype)
-    storage = tensor.untyped_storage()
-    refill_on_host(storage, numel * dtype.itemsize)
-    return tensor.set_(storage, 0, (numel,), (1,))
+    tensor = torch.empty(numel, dtype=dtype, device="cpu")
+    _advise_huge_pages(tensor.untyped_storage())
+    return tensor
 
 
 def refill_on_host(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Give an empty storage at least `nbytes` bytes of uninitialised host memory."""
-    if nbytes < SMALLEST:
-        storage.resize_(nbytes)
-        return
-    storage.resize_(max(nbytes, MAPPED_BYTES))
-    advise = _advise()
+    """Give an empty storage `nbytes` bytes of uninitialised host memory."""
+    storage.resize_(nbytes)
+    _advise_huge_pages(storage)
+
+
+def _advise_huge_pages(storage: torch.UntypedStorage) -> None:
+    advise = _advise() if storage.nbytes() > RETAINED_BYTES else None
     if advise is not None:
         start = -(-storage.data_ptr() // _PAGE) * _PAGE
         # A refusal only costs speed.
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+        advise(ctypes.c_void_p(start), ctypes.c_size_t(storage.nbytes() - _PAGE), _MADV_HUGEPAGE)
 
 
 @functools.cache
