@@ -439,7 +439,8 @@ def test_an_interrupt_while_a_rank_waits_for_the_others_is_told_as_one():
     one = ranks._processes[1]
     one.signal(signal.SIGINT)
     assert one.connection.poll(SECONDS)
-    with pytest.raises(LaunchError, match="rank 1 of 2 failed: KeyboardInterrupt") as caught:
+    # It may still be returning from the report of its start.
+    with pytest.raises(LaunchError, match=r"rank 1 of 2 (failed|could not start): KeyboardInterrupt") as caught:
         ranks.run("launch_targets:my_world", (), None)
     assert caught.value.kind == "KeyboardInterrupt"
 

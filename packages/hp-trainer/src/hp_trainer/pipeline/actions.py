@@ -13,7 +13,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hp_trainer.exceptions import ScheduleError
 
@@ -59,8 +58,8 @@ class Kind(enum.Enum):
     __hash__ = object.__hash__
 
 
-# A tuple, because plans create and hash hundreds of thousands: a dataclass does both in Python.
-class Action(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Action:
     """One step of a rank's program, such as `2F0`: stage 2, forward, micro-batch 0.
 
     Examples:
