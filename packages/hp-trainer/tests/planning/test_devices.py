@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -58,17 +59,22 @@ def test_measured_products_and_collectives_give_the_rates(tmp_path: Path) -> Non
 
 def test_measured_blocks_give_the_rates_of_each_kind_of_work(tmp_path: Path) -> None:
     rates = {"products": 9e10, "attention": 5e10, "saved": 1e9, "operations": 1e5}
-    blocks = []
-    for hidden_size, batch, length in _BLOCKS:
-        sizes = {"hidden_size": hidden_size, "batch": batch, "length": length, "dtype": "float32"}
-        work = MeasuredBlock(**sizes, seconds=1.0).work
-        seconds = sum(getattr(work, name) / rate for name, rate in rates.items())
-        blocks.append(sizes | {"seconds": seconds + (work.operands + work.loss) / COPY})
+
+    def measured(dtype: str, sizes: tuple[int, int, int], factor: float) -> dict[str, Any]:
+        given = {"dtype": dtype, **dict(zip(("hidden_size", "batch", "length"), sizes, strict=True))}
+        work = MeasuredBlock(**given, seconds=1.0).work
+        of_dtype = rates | {name: factor * rates[name] for name in ("products", "attention")}
+        seconds = sum(getattr(work, name) / rate for name, rate in of_dtype.items())
+        return given | {"seconds": seconds + (work.operands + work.loss) / COPY}
+
+    # One block of the other dtype gives its rate, as cheap operations take as long in both.
+    blocks = [measured("float32", each, 1.0) for each in _BLOCKS] + [measured("bfloat16", _BLOCKS[-1], 4.0)]
     path = tmp_path / "mine.yaml"
     links = {"inner_bandwidth": 1e9, "outer_bandwidth": 1e9}
     path.write_text(yaml.safe_dump({"format": 2, "memory": 1e9, "memory_bandwidth": COPY, **links, "blocks": blocks}))
     device = find_device(str(path))
-    assert device.flops == {"float32": pytest.approx(rates["products"])}
+    products = rates["products"]
+    assert device.flops == {"float32": pytest.approx(products), "bfloat16": pytest.approx(4 * products)}
     assert device.attention_efficiency == pytest.approx(5 / 9)
     assert device.traffic == pytest.approx(COPY / rates["saved"])
     assert device.operation_seconds == pytest.approx(1 / rates["operations"])
@@ -86,8 +92,10 @@ def test_blocks_of_each_dtype_give_a_rate_of_their_own(tmp_path: Path) -> None:
         return find_device(str(path)).flops
 
     half = {**BLOCK, "dtype": "bfloat16", "seconds": 0.25}
-    assert rates(BLOCK, half) == rates(BLOCK) | rates(half)
+    assert rates(BLOCK, half)["float32"] == rates(BLOCK)["float32"]
+    assert rates(half, BLOCK)["bfloat16"] == rates(half)["bfloat16"]
     assert rates(half)["bfloat16"] > 2 * rates(BLOCK)["float32"]
+    assert rates(BLOCK, half)["bfloat16"] > 2 * rates(BLOCK)["float32"]
 
 
 @pytest.mark.parametrize(

@@ -250,27 +250,42 @@ def fit_products(products: Iterable[MeasuredProduct], memory_bandwidth: float) -
     return {"flops": rates, "operation_seconds": least, "efficiency": 1.0} if rates else {}
 
 
-def fit_blocks(blocks: Iterable[MeasuredBlock], memory_bandwidth: float) -> dict[str, Any]:
+def fit_blocks(blocks: Sequence[MeasuredBlock], memory_bandwidth: float) -> dict[str, Any]:
     """Return the fields of `Device` with which measured blocks take the measured times.
 
-    Each dtype has a rate of products of its own. The other fields are those of the dtype with the most blocks.
+    The dtype with the most blocks gives all fields. Each other dtype has a rate of products of its own, with which its
+    blocks take the measured times by the same other fields.
     """
-    found: dict[str, Any] = {}
-    flops: dict[str, float] = {}
-    for dtype, every in sorted(_by_dtype(blocks).items(), key=lambda each: len(each[1])):
-        works = [each.work for each in every]
-        copied = [(w.operands + w.loss) / memory_bandwidth for w in works]
-        # At least half of the time is that of the operations, as in products.
-        seconds = [x.seconds - min(each, x.seconds / 2) for x, each in zip(every, copied, strict=True)]
-        rows = [[w.operations, w.attention, w.saved, w.products] for w in works]
-        operation, attention, saved, product = _fit(rows, seconds)
-        flops[dtype] = 1 / product
-        found = {
-            "flops": flops,
-            "operation_seconds": operation,
-            "attention_efficiency": min(1.0, product / attention) if attention else 1.0,
-            "traffic": max(saved * memory_bandwidth, 1e-3),
-        }
+    (dtype, every), *others = sorted(_by_dtype(blocks).items(), key=lambda each: len(each[1]), reverse=True)
+    rows = [[w.operations, w.attention, w.saved, w.products] for w in (each.work for each in every)]
+    operation, attention, saved, product = _fit(rows, _without_copies(every, memory_bandwidth))
+    found: dict[str, Any] = {
+        "flops": {dtype: 1 / product},
+        "operation_seconds": operation,
+        "attention_efficiency": min(1.0, product / attention) if attention else 1.0,
+        "traffic": max(saved * memory_bandwidth, 1e-3),
+    }
+    for dtype, every in others:
+        products = [[w.products + w.attention / found["attention_efficiency"]] for w in (each.work for each in every)]
+        (product,) = _fit(products, _without_copies(every, memory_bandwidth, operation, saved))
+        found["flops"][dtype] = 1 / product
+    return found
+
+
+def _without_copies(
+    blocks: Sequence[MeasuredBlock], memory_bandwidth: float, operation: float = 0.0, saved: float = 0.0
+) -> list[float]:
+    """Return the seconds of blocks without copies of operands, single operations and copies of saved bytes.
+
+    Args:
+        operation, saved: seconds of an operation, and of a saved byte.
+    """
+    found = []
+    for each in blocks:
+        work = each.work
+        others = (work.operands + work.loss) / memory_bandwidth + operation * work.operations + saved * work.saved
+        # At least half of the time is that of the products, as in single products.
+        found.append(each.seconds - min(others, each.seconds / 2))
     return found
 
 
