@@ -580,7 +580,7 @@ class MoE(nn.Module):
 def _check_balance(
     selection: str, load_balance_coeff: float | None, capacity: Capacity | None, aux_losses: AuxLosses | None
 ) -> None:
-    """Raise if a selection that balances the choices is combined with a bias, losses or a capacity that do so too."""
+    """Raise if the coefficient is not positive, or if a selection that balances is combined with others that do."""
     if load_balance_coeff is not None and not load_balance_coeff > 0:
         raise MoEConfigError(f"load_balance_coeff must be above 0 or None, got {load_balance_coeff}")
     losses = [name for name in LOSSES if name != "z" and aux_losses is not None and getattr(aux_losses, name)]
