@@ -18,7 +18,6 @@ from hp_trainer.plugins import hookimpl
 
 
 @pytest.mark.real_ranks
-@pytest.mark.usefixtures("torch_suffices")
 def test_a_stopped_rank_is_named_within_the_limit_and_stacks_are_written_on_request(folder, hp_train):
     command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *ENDLESS, "--launch.timeout_seconds=30")
     wait_for_step(folder / "out", 7, command)
