@@ -364,8 +364,9 @@ class TorchGroup(ProcessGroup):
             [(j, rows) for j, rows in enumerate(leaving) if j != self.rank and rows.numel()],
             [(j, rows) for j, rows in enumerate(arriving) if j != self.rank and rows.numel()],
         )
-        # During the messages.
-        arriving[self.rank].copy_(leaving[self.rank])
+        # During the messages. No rows viewed as bytes have lost their width.
+        if leaving[self.rank].numel():
+            arriving[self.rank].copy_(leaving[self.rank])
         return exchange
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
