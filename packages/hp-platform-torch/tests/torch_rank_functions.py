@@ -441,6 +441,25 @@ def _large_round(group, rank, size, step):
         assert j == rank or torch.equal(receives[j], base + 100 * j + rank)
 
 
+def waits_in_different_orders():
+    """Rank 0 waits for an all-gather before it sends what rank 1 receives before it waits, without room in memory."""
+    world = current_world(PLATFORM)
+    group, n = world.all, 2**20
+    outbox, gathered, message = world.memory._outbox, torch.empty(2 * n), torch.ones(1)
+    end, outbox._end = outbox._end, outbox._first
+    try:
+        work = group.all_gather_into(gathered, torch.full((n,), float(group.rank)), async_op=True)
+        if group.rank == 0:
+            work.wait()
+            group.send(message, 1)
+        else:
+            group.receive(message, 0)
+            work.wait()
+    finally:
+        outbox._end = end
+    return torch.equal(gathered.view(2, n), torch.tensor([[0.0], [1.0]]).expand(2, n))
+
+
 def exchange_of_different_sizes():
     """Rank 1 expects twice as much as rank 0 sends."""
     group = current_world(PLATFORM).all

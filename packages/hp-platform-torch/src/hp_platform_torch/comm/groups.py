@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work, no_average_of
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, PlatformError
-from hp_platform_torch.comm.shared_memory import SMALLEST_BYTES, Place, SharedMemory
+from hp_platform_torch.comm.shared_memory import SMALLEST_BYTES, SharedMemory
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
@@ -95,30 +95,22 @@ class Exchange:
 
 
 class Arrival:
-    """A message between ranks of one host: gloo receives its announcement, which has its place in shared memory.
+    """A large message between ranks of one host: gloo receives the message, or instead of it its place in memory.
 
-    An announcement without a place is followed by the message itself over gloo.
+    Which one is the sender's choice, so one receive, which starts at once, takes both: a sender whose message has no
+    place would otherwise wait until this rank waits.
     """
 
     def __init__(self, gloo: Any, x: Tensor, source: int, memory: SharedMemory, peer: int) -> None:
-        self._gloo, self._x, self._source, self._memory, self._peer = gloo, x, source, memory, peer
-        self._announcement = torch.empty(3, dtype=torch.int64, device="cpu")
-        self._work: Work = gloo.recv([self._announcement], source, _COLLECTIVE_TAG)
+        self._x, self._memory, self._peer = x, memory, peer
+        self._mark = memory.mark(x)
+        self._work: Work = gloo.recv([x], source, _LARGE_TAG)
 
     def wait(self) -> None:
-        # Gloo allows no second wait, as after the error below.
+        # Gloo allows no second wait, as after an error below.
         work, self._work = self._work, DONE
         work.wait()
-        num_bytes, *place = self._announcement.tolist()
-        if num_bytes != self._x.nbytes:
-            raise CollectiveError(
-                f"rank {self._peer} sent {num_bytes} bytes, expected {self._x.nbytes}: the ranks are in different "
-                "collectives, or in one with different sizes"
-            )
-        if tuple(place) == _NO_PLACE:
-            self._gloo.recv([self._x], self._source, _UNPLACED_TAG).wait()
-        else:
-            self._memory.take(self._x, Place(*place), self._peer)
+        self._memory.finish(self._x, self._mark, self._peer)
 
 
 class PendingFacts:
@@ -156,10 +148,8 @@ FACTS = "facts"
 _COLLECTIVE_TAG = 2**31 - 1
 """Tag of gloo's messages of a collective, so that they never meet a program's own messages between the same ranks."""
 
-_UNPLACED_TAG = _COLLECTIVE_TAG - 1
-"""Tag of announced messages that are not in shared memory."""
-
-_NO_PLACE = Place(-1, -1)
+_LARGE_TAG = _COLLECTIVE_TAG - 1
+"""Tag of messages that may be in shared memory: a place, which is short, must not pass for a small message."""
 
 _SUMMED_NATIVELY = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 """Dtypes of reduce-scatters on gloo that dispatch modes see; gloo's own, of this rank alone, has kernels for them."""
@@ -279,24 +269,22 @@ class TorchGroup(ProcessGroup):
         gloo, memory = self.connection("cpu"), self._memory
         works: list[Work] = []
         for j, x in arriving:
-            placed = self._announces(x, j)
-            works.append(Arrival(gloo, x, j, memory, self.ranks[j]) if placed else gloo.recv([x], j, _COLLECTIVE_TAG))
-        announcements: list[Tensor] = []
+            is_large = self._may_have_place(x, j)
+            works.append(Arrival(gloo, x, j, memory, self.ranks[j]) if is_large else gloo.recv([x], j, _COLLECTIVE_TAG))
+        notes: list[Tensor] = []
         for x, targets in _by_tensor(leaving):
-            announced = [j for j in targets if self._announces(x, j)]
+            large = [j for j in targets if self._may_have_place(x, j)]
             # One copy for all of them, in an all-gather.
-            places = memory.put(x, [self.ranks[j] for j in announced]) if memory and announced else None
-            for j, place in zip(announced, places or [_NO_PLACE] * len(announced), strict=True):
-                announcements.append(torch.tensor([x.nbytes, *place], device="cpu"))
-                works.append(gloo.send([announcements[-1]], j, _COLLECTIVE_TAG))
-                if place is _NO_PLACE:
-                    works.append(gloo.send([x], j, _UNPLACED_TAG))
-            works += [gloo.send([x], j, _COLLECTIVE_TAG) for j in targets if j not in announced]
+            places = memory.put(x, [self.ranks[j] for j in large]) if memory and large else None
+            sent = [x] * len(large) if places is None else [_as_tensor(memory.note(x, place)) for place in places]
+            notes += sent
+            works += [gloo.send([message], j, _LARGE_TAG) for j, message in zip(large, sent, strict=True)]
+            works += [gloo.send([x], j, _COLLECTIVE_TAG) for j in targets if j not in large]
         # Gloo's works hold no references to their tensors.
-        return Exchange(works, self._exchanges, (leaving, arriving, announcements))
+        return Exchange(works, self._exchanges, (leaving, arriving, notes))
 
-    def _announces(self, x: Tensor, j: int) -> bool:
-        """Return True if a message to or from a rank of the group is announced by its place in shared memory."""
+    def _may_have_place(self, x: Tensor, j: int) -> bool:
+        """Return True if a message to or from a rank of the group may be sent through shared memory."""
         # Gloo refuses a tensor that is not contiguous.
         memory, is_large = self._memory, x.nbytes >= SMALLEST_BYTES and x.is_contiguous()
         return memory is not None and is_large and memory.reaches(self.ranks[j])
@@ -438,6 +426,10 @@ def _by_tensor(messages: Sequence[tuple[int, Tensor]]) -> list[tuple[Tensor, lis
     for j, x in messages:
         found.setdefault(id(x), (x, []))[1].append(j)
     return list(found.values())
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _process_group_around(backend: dist.Backend, device_type: str, rank: int, size: int) -> dist.ProcessGroup:

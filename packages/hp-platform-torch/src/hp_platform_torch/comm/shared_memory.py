@@ -4,6 +4,8 @@ Gloo sends through sockets: the kernel copies every byte in and out, and a threa
 computation. Here the sender copies a message into its *outbox*, memory that the other processes of the host have
 mapped, and sends only its place over gloo. The receiver copies it out when it waits for the message.
 
+- Gloo does not report how many bytes it has received. So the receiver writes a random mark to the end of its tensor
+  before: where the mark is still there, a note with the place has arrived and not the message.
 - A place in an outbox is reused once every receiver of its message has copied it out, which each one reports by a byte
   in the outbox. A sender never waits for that: a message that does not fit now is sent over gloo.
 - An outbox has no name: it is a file in memory, which peers open through `/proc`. It ends with the last process that
@@ -20,10 +22,13 @@ import mmap
 import os
 import platform as machine
 import secrets
+import struct
 import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from hp_dtensor.exceptions import CollectiveError
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +44,8 @@ SMALLEST_BYTES = 2**19
 
 _NUM_SLOTS = 1024
 _ALIGNMENT = 64
+_NONCE_BYTES = 16
+_NOTE = struct.Struct(f"<{_NONCE_BYTES}sqqq")  # the outbox's nonce, the size of the message, slot and offset
 
 
 class Place(NamedTuple):
@@ -63,12 +70,12 @@ class SharedMemory:
         store.set(_key(rank), json.dumps([self._host, *self._outbox.identity]))
 
     def reaches(self, peer: int) -> bool:
-        """Return True if a global rank is on this host, the same on both: places announce the messages between them."""
+        """Return True if a global rank is on this host, the same on both ranks."""
         if peer not in self._on_host:
             host, *identity = json.loads(self._store.get(_key(peer)))
             self._on_host[peer] = host == self._host
             if host == self._host:
-                # Where the system refuses, nothing is reported: the peer announces messages and sends them over gloo.
+                # Where the system refuses, nothing is reported, and the peer sends its messages over gloo.
                 with contextlib.suppress(OSError, ValueError):
                     self._peers[peer] = _Mapping.of_process(*identity)
                     self._peers[peer].bytes[_NONCE_BYTES + self._rank] = 1
@@ -84,14 +91,39 @@ class SharedMemory:
             return None
         return self._outbox.put(x.data_ptr(), x.numel() * x.element_size(), len(peers))
 
+    def note(self, x: Tensor, place: Place) -> bytes:
+        """Return the note that is sent instead of a tensor which has a place in the outbox."""
+        return _NOTE.pack(self._outbox.nonce, x.nbytes, *place)
+
+    def mark(self, x: Tensor) -> bytes:
+        """Write a random mark to the end of a contiguous tensor that is to receive a message, and return it."""
+        mark = secrets.token_bytes(_NONCE_BYTES)
+        ctypes.memmove(x.data_ptr() + x.nbytes - len(mark), mark, len(mark))
+        return mark
+
+    def finish(self, x: Tensor, mark: bytes, peer: int) -> None:
+        """Finish a receive from `peer` into a marked tensor: if it received a note, copy the message from its place.
+
+        Raises:
+            CollectiveError: the message has fewer bytes than the tensor.
+        """
+        if ctypes.string_at(x.data_ptr() + x.nbytes - len(mark), len(mark)) != mark:
+            return
+        nonce, num_bytes, *place = _NOTE.unpack(ctypes.string_at(x.data_ptr(), _NOTE.size))
+        outbox = self._peers.get(peer)
+        is_note = outbox is not None and outbox.bytes[:_NONCE_BYTES] == nonce
+        if not is_note or num_bytes != x.nbytes:
+            raise CollectiveError(
+                f"rank {peer} sent {num_bytes if is_note else 'fewer'} bytes, expected {x.nbytes}: the ranks are in "
+                "different collectives, or in one with different sizes"
+            )
+        self.take(x, Place(*place), peer)
+
     def take(self, x: Tensor, place: Place, peer: int) -> None:
         """Copy a message from the outbox of `peer` into a contiguous tensor, and release its place."""
         outbox = self._peers[peer]
         ctypes.memmove(x.data_ptr(), outbox.address + place.offset, x.numel() * x.element_size())
         outbox.bytes[place.slot] = 0
-
-
-_NONCE_BYTES = 16
 
 
 class _Mapping:
@@ -130,7 +162,7 @@ class _Outbox:
     """Memory for this rank's messages: a nonce, a byte per rank that has mapped it, a byte per slot, the messages."""
 
     def __init__(self, num_ranks: int) -> None:
-        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.nonce = secrets.token_bytes(_NONCE_BYTES)
         first_slot = _NONCE_BYTES + num_ranks
         self._first = _aligned(first_slot + _NUM_SLOTS)
         self._end = self._first + OUTBOX_BYTES
@@ -138,8 +170,8 @@ class _Outbox:
         self._file = os.fdopen(descriptor, "rb")  # closes it with this object
         os.ftruncate(descriptor, self._end)
         self._mapping = _Mapping(descriptor, self._end)
-        self._mapping.bytes[:_NONCE_BYTES] = nonce
-        self.identity = [os.getpid(), descriptor, self._end, nonce.hex()]
+        self._mapping.bytes[:_NONCE_BYTES] = self.nonce
+        self.identity = [os.getpid(), descriptor, self._end, self.nonce.hex()]
         self._free_slots = [*range(first_slot, first_slot + _NUM_SLOTS)]
         self._blocks: list[_Block] = []  # in the order of their starts
         self._lock = threading.Lock()
@@ -159,9 +191,10 @@ class _Outbox:
             if start + num_bytes > self._end or num_receivers > len(self._free_slots):
                 return None
             slots = [self._free_slots.pop() for _ in range(num_receivers)]
+            # Inside the lock: to another thread, a block whose bytes are clear has been received.
+            for slot in slots:
+                flags[slot] = 1
             self._blocks.insert(index, _Block(start, _aligned(start + num_bytes), slots))
-        for slot in slots:
-            flags[slot] = 1
         ctypes.memmove(self._mapping.address + start, address, num_bytes)
         return [Place(slot, start) for slot in slots]
 
@@ -182,7 +215,8 @@ def connect_memory(rank: int, size: int, store: dist.Store | None) -> SharedMemo
     # The store of torch's fake process group raises RuntimeError.
     with contextlib.suppress(RuntimeError):
         # Other processors than x86-64 may show a receiver's byte to the sender before it has read the message.
-        if sys.platform == "linux" and machine.machine() == "x86_64":
+        # Python lacks `memfd_create` where it was built for an old glibc, as those of uv and conda-forge are.
+        if sys.platform == "linux" and machine.machine() == "x86_64" and hasattr(os, "memfd_create"):
             with contextlib.suppress(OSError):
                 return SharedMemory(rank, size, store)
         # Its peers wait for this key.
