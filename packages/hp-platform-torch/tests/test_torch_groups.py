@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch_rank_functions as on_rank
@@ -132,6 +133,16 @@ def test_empty_tensors(two_ranks):
 
 def test_reductions_give_the_same_bits_every_time(three_ranks):
     assert three_ranks.run(on_rank.repeated_reduction) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [4, 2**18])
+def test_a_reduction_may_end_in_a_row_of_its_input(three_ranks, count):
+    found = three_ranks.run(on_rank.reduce_scatter_in_place, count)
+    total = np.sum([before for before, _ in found], axis=0)
+    for rank, (before, after) in enumerate(found):
+        expected = np.array(before)
+        expected[rank] = total[rank]
+        np.testing.assert_array_equal(after, expected)
 
 
 def test_the_group_of_all_is_the_default_one(two_ranks):

@@ -234,6 +234,15 @@ def repeated_reduction():
     return len(results)
 
 
+def reduce_scatter_in_place(count):
+    """The rows of this rank before and after, with `output` one of the rows of `x`."""
+    group = current_world(PLATFORM).all
+    x = _values(torch.float32, count * group.size, group.rank).view(group.size, count)
+    before = x.tolist()
+    group.reduce_scatter_into(x[group.rank], x)
+    return before, x.tolist()
+
+
 def group_of_all_is_the_default_one():
     group = current_world(PLATFORM).all
     return group.connection("cpu") is dist.group.WORLD._get_backend(torch.device("cpu"))

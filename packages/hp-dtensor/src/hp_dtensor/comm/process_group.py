@@ -190,7 +190,8 @@ class ProcessGroup(ABC):
     def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         """Send `sends[j]` to rank j and fill `receives[j]` from rank j, point to point.
 
-        Entries that are None or empty are skipped, on both sides alike. This rank's own entry is copied.
+        Entries that are None or empty are skipped, on both sides alike. This rank's own entry is copied. No tensor may
+        be both sent and received.
         """
         self._record_exchange(sends, receives)
         if self.size > 1:

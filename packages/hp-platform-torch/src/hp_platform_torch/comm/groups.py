@@ -315,19 +315,24 @@ class TorchGroup(ProcessGroup):
         # Needs `size - 2` buffers: the first other rank's row is received into the output, and the own row is not
         # copied.
         others = [j for j in range(self.size) if j != self.rank]
-        arriving = [output, *output.new_empty(self.size - 2, output.numel())]
+        # In place, as `output` is the own row of `rows`, a received row would replace one that is still to be reduced.
+        in_place = rows.data_ptr() <= output.data_ptr() < rows.data_ptr() + rows.nbytes
+        reduced = torch.empty_like(output) if in_place else output
+        arriving = [reduced, *output.new_empty(self.size - 2, output.numel())]
         exchange = self._start_messages(
             [(j, movable(rows[j])) for j in others],
             [(j, movable(row)) for j, row in zip(others, arriving, strict=True)],
         )
 
         def reduce() -> None:
-            # `output` has one row already; its position among the first two does not matter, since the operation
+            # `reduced` has one row already; its position among the first two does not matter, since the operation
             # commutes.
             parts = {**dict(zip(others, arriving, strict=True)), self.rank: rows[self.rank]}
-            reduce_into(output, [parts[j] for j in range(self.size) if parts[j] is not output], op)
+            reduce_into(reduced, [parts[j] for j in range(self.size) if parts[j] is not reduced], op)
             if op == "avg":
-                output.div_(self.size)
+                reduced.div_(self.size)
+            if in_place:
+                output.copy_(reduced)
 
         return Then(exchange, reduce)
 
