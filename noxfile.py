@@ -462,8 +462,12 @@ def proof(session: nox.Session, platform: str) -> None:
     found = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/proof_*.py"))
     variables = {"HP_PLATFORM": platform, "HP_ALL_CASES": "1"}
     # The suite contains nearly all cases on torch.
-    on_torch = ["tests/dtensor/redistribute/test_planner.py", "tests/fsdp/test_streamed_optimizer.py"]
-    found += on_torch if platform == "torch" else ACROSS
+    some = (
+        "dtensor/redistribute/test_planner",
+        "fsdp/test_streamed_optimizer",
+        "trainer/training/test_speed_stragglers",
+    )
+    found += [f"tests/{name}.py" for name in some] if platform == "torch" else ACROSS
     pytest(session, full(platform), *SPREAD, *one_core(platform), "--verbose", *found, **variables)
 
 

@@ -30,6 +30,7 @@ def command(platform, rank_pool, monkeypatch, tmp_path):
     return lambda *arguments: cli.main(["doctor", f"--platform={platform.name}", *arguments])
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_one_process_measures_itself(platform, command, tmp_path, capsys):
     assert command("--to", str(tmp_path / "report.md"), "--to", str(tmp_path / "device.yaml")) == 0
     out = capsys.readouterr().out
@@ -51,6 +52,8 @@ def test_two_ranks_measure_their_link(platform, command, tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^links +rank of 2 ranks: latency [\d.e+]+ us, bandwidth [\d.e+-]+ GB/s$", out, re.MULTILINE)
     figures = json.loads(re.search(r"```json\n(.*?)\n```", (tmp_path / "report.md").read_text(), re.DOTALL)[1])
+    assert len(figures["checks"]) > 20
+    assert all(each["error"] is None for each in figures["checks"])
     (pair,) = figures["pairs"]
     assert pair["ranks"] == [0, 1]
     measured = [each["flops"] for each in figures["products"]]
