@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,6 +145,11 @@ def test_another_file_of_the_same_number_is_not_mapped():
     first._outbox._mapping.bytes[0] ^= 1
     assert second.reaches(0)
     assert first.put(torch.ones(4), [1]) is None
+
+
+def test_a_file_that_is_no_outbox_is_not_opened(tmp_path):
+    with (tmp_path / "file").open("wb") as file, pytest.raises(ValueError, match="another process"):
+        shared_memory._Mapping.of_process(os.getpid(), file.fileno(), 16, "00" * 16)
 
 
 def test_ranks_of_other_hosts_are_not_reached(monkeypatch):

@@ -44,6 +44,7 @@ SMALLEST_BYTES = 2**19
 
 _NUM_SLOTS = 1024
 _ALIGNMENT = 64
+_FILE_NAME = "hp_outbox"
 _NONCE_BYTES = 16
 _NOTE = struct.Struct(f"<{_NONCE_BYTES}sqqq")  # the outbox's nonce, the size of the message, slot and offset
 
@@ -141,12 +142,15 @@ class _Mapping:
             OSError: it cannot be opened.
             ValueError: it is another file.
         """
-        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        path = f"/proc/{process}/fd/{descriptor}"
+        # The number of the process may belong to another one by now, whose files are not even opened.
+        if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME} "):
+            raise ValueError("another process has this number")
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             found = cls(opened, num_bytes)
         finally:
             os.close(opened)
-        # The number of the process may belong to another one by now.
         if found.bytes[:_NONCE_BYTES] != bytes.fromhex(nonce):
             raise ValueError("another process has this number")
         return found
@@ -166,7 +170,7 @@ class _Outbox:
         first_slot = _NONCE_BYTES + num_ranks
         self._first = _aligned(first_slot + _NUM_SLOTS)
         self._end = self._first + OUTBOX_BYTES
-        descriptor = os.memfd_create("outbox", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
         self._file = os.fdopen(descriptor, "rb")  # closes it with this object
         os.ftruncate(descriptor, self._end)
         self._mapping = _Mapping(descriptor, self._end)
