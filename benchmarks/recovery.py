@@ -18,6 +18,7 @@ compare with the second figure, by the steps of the same run that no death inter
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -96,6 +97,7 @@ class Runs:
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.options, self.number = folder, options, 0
+        self.process: subprocess.Popen[str] | None = None
         (folder / "corpus.txt").write_text("\n".join(f"{i} squared is {i * i}" for i in range(20_000)))
         values = vars(options) | {"wide": 3 * options.width, "batch": 2 * options.ranks}
         (folder / "run.yaml").write_text(CONFIG.format(**values))
@@ -115,7 +117,14 @@ class Runs:
         environment = os.environ | {"PYTHONPATH": path, "HP_PLATFORM": self.options.platform} | variables
         log = (self.folder / "log").open("w")
         command = [sys.executable, *launcher, *arguments]
-        return subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, text=True)
+        self.process = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=log, stderr=log, text=True)
+        return self.process
+
+    def close(self) -> None:
+        """Stop the run that this program leaves by an error or a signal."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
 
     def train(self, *settings: str, launcher: tuple[str, ...] = (), **variables: str) -> list[tuple[int, float, float]]:
         """Return step, time and processor time of rank 0 of each finished step."""
@@ -193,8 +202,8 @@ def main() -> None:
     options = parser.parse_args()
     copies = ("--fault_tolerance.copies=1", f"--fault_tolerance.interval={options.interval}")
     file = (f"--checkpoint.interval={options.interval}", "--checkpoint.keep=1")
-    with tempfile.TemporaryDirectory() as folder:
-        runs = Runs(Path(folder), options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Runs(Path(folder), options)) as runs:
         if options.kills:
             print_goodput(runs, options, *copies)
             return
