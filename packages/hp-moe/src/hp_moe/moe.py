@@ -336,12 +336,10 @@ class MoE(nn.Module):
         self.shared_experts = FeedForward(dim, shared_dim, activation) if shared_dim else None
         self.shared_gate = nn.Linear(dim, 1) if shared_gate else None
         # Buffers, so that checkpoints save them.
-        for buffer, is_used in (
-            ("expert_bias", load_balance_coeff is not None),
-            ("last_shares", self.aux_losses.global_batch),
-        ):
-            zeros = self.platform.zeros((num_experts,), self.platform.dtype("float32"))
-            self.register_buffer(buffer, zeros if is_used else None)
+        is_used = {"expert_bias": load_balance_coeff is not None, "last_shares": self.aux_losses.global_batch}
+        for buffer, used in is_used.items():
+            zeros = self.platform.zeros((num_experts,), self.platform.dtype("float32")) if used else None
+            self.register_buffer(buffer, zeros)
         self.totals = StepTotals(self.platform, num_experts)
 
     def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> Any:

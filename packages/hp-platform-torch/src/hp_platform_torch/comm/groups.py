@@ -554,7 +554,7 @@ BACKEND_NAMES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What one backend of torch.distributed can do.
+    """Operations that one backend of torch.distributed has, and dtypes that it lacks.
 
     Attributes:
         native_shards: use the native all-gather, reduce-scatter and all-to-all. Otherwise each rank sends shards to the
