@@ -188,7 +188,8 @@ def test_tune_compares_runs(cluster, folder) -> None:
     tuner = tune.Tuner(
         trial,
         param_space={"lr": tune.grid_search([1e-7, 5e-3])},
-        tune_config=tune.TuneConfig(metric="train/loss", mode="min"),
+        # Each trial holds a CPU for its driver: two at once would wait for ever for those of their workers.
+        tune_config=tune.TuneConfig(metric="train/loss", mode="min", max_concurrent_trials=1),
         run_config=tune.RunConfig("sweep", storage_path=str(folder / "tune")),
     )
     best = tuner.fit().get_best_result()
