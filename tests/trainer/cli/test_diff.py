@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from training_runs import CONFIG, Lab, train_rank
 from hp_dtensor.debug import Comparison, Digest, Event, Recording, compare
 from hp_dtensor.debug.digest import LENGTH
 from hp_dtensor.exceptions import RecordingError
+from hp_dtensor.platform.registry import Registry
 from hp_dtensor.testing import run_ranks
 from hp_trainer.cli import diff, main
 from hp_trainer.config import load_config
@@ -238,6 +240,18 @@ def test_transformers_gets_settings_for_both_sides_once(
     side, _ = theirs.of_transformers(ours, tmp_path)
     # The layout and the recomputation are for the decoder only.
     assert side.overrides == (("training.seed", "3"),)
+
+
+def test_transformers_trains_on_a_platform_that_computes_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = Registry("model", "test")
+    for platform in ("bow", "sling"):
+        models.add("transformers", object, platform=platform)
+    monkeypatch.setattr(diff, "registries", lambda: SimpleNamespace(models=models))
+    monkeypatch.setattr(diff, "installed_platforms", lambda: ["arrow", "bow", "sling"])
+    assert [diff._platform_of_transformers(each) for each in (None, "arrow", "sling")] == ["bow", "bow", "sling"]
+    # The interpreter of that side chooses its own.
+    monkeypatch.setattr(diff, "installed_platforms", lambda: ["arrow"])
+    assert diff._platform_of_transformers("arrow") is None
 
 
 @pytest.mark.real_ranks

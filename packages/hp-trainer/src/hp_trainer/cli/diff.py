@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import subprocess
@@ -16,14 +17,16 @@ import yaml
 
 from hp_dtensor.debug import Comparison, Recording, compare, draw, located, measure_growth, modules_around, narrowed
 from hp_dtensor.debug.comparison import UNITS
-from hp_dtensor.exceptions import RecordingError
+from hp_dtensor.exceptions import RecordingError, RegistryError
 from hp_dtensor.launch import is_launched
 from hp_trainer.cli.commands import Overrides, SettingsCommand
 from hp_trainer.cli.completion import yaml_files
 from hp_trainer.cli.shared import check_file_to_write, load, print_message
 from hp_trainer.config import dump_config
 from hp_trainer.exceptions import ConfigError, Problem
+from hp_trainer.launch.platforms import installed_platforms
 from hp_trainer.models.hugging_face.reference import reference_names, their_modules, their_tensor, with_our_names
+from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder
 from hp_trainer.training.recording import read_recording
 
@@ -96,7 +99,8 @@ class Side:
             settings.pop(name, None)
         dropped, training = ("recompute", "activation_", "offload_"), settings["training"]
         settings["training"] = {name: value for name, value in training.items() if not name.startswith(dropped)}
-        settings |= {"model": {"name": "transformers", "path": str(self.directory.resolve())}, "platform": "torch"}
+        settings |= {"model": {"name": "transformers", "path": str(self.directory.resolve())}}
+        settings["platform"] = _platform_of_transformers(config.platform)
         settings["launch"]["local_ranks"] = 1
         file = folder / "transformers.yaml"
         file.write_text(yaml.safe_dump(settings), encoding="utf-8")
@@ -198,6 +202,21 @@ def _side(source: str, overrides: Overrides, letter: str) -> Side:
     python = dict(own).get("python", sys.executable)
     own = [one for one in own if one[0] != "python"]
     return Side(path, (*both, *own), python, tuple(own))
+
+
+def _platform_of_transformers(preferred: str | None) -> str | None:
+    """Return an installed platform that computes models of transformers, `preferred` if it does; None: none is here.
+
+    The interpreter of a side may have one nevertheless, and chooses it.
+    """
+
+    def computes(platform: str) -> bool:
+        with contextlib.suppress(RegistryError):
+            return registries().models.get("transformers", platform) is not None
+        return False
+
+    able = list(filter(computes, installed_platforms()))
+    return preferred if preferred in able else next(iter(able), None)
 
 
 class Runs:
