@@ -49,7 +49,9 @@ def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
     message = capsys.readouterr().err
     assert message == "hp-train: the run was trained on elsewhere, which is not installed here; continuing with torch\n"
     assert RunFolder.open(work / "out").load_config().config.platform == "torch"
-    assert "platform: is not installed" in error("resume", "out", "--platform=elsewhere")
+    message = error("resume", "out", "--platform=elsewhere")
+    assert "platform: is not installed" in message
+    assert "install the package that provides it: its entry point 'elsewhere' of group 'hp_dtensor'" in message
 
 
 def test_checkpoints_that_are_skipped_do_not_count_when_old_ones_are_deleted(work: Path, prepared: list) -> None:

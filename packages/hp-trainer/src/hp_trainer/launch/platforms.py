@@ -33,7 +33,7 @@ def chosen_platform(name: str | None) -> str | Problem:
         what, hint = "several platforms are installed and none is chosen", f"--platform={found[0]}"
         return Problem(path="platform", what=what, expected=join_choices(found), hint=hint)
     near = next(iter(difflib.get_close_matches(wanted, found, n=1)), "")
-    hint = near or f"install its package; from a clone: pip install ./packages/hp-platform-{wanted}"
+    hint = near or f"install the package that provides it: its entry point {wanted!r} of group 'hp_dtensor' is missing"
     return Problem(path="platform", what="is not installed", expected=join_choices(found), got=wanted, hint=hint)
 
 
