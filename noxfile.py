@@ -379,12 +379,12 @@ def check_subset(
 
 @session
 def outside(session: nox.Session) -> None:
-    """A third party's platform, for PaddlePaddle, on wheels alone, compared with torch; `-- --full` runs all of it."""
-    python = workspace.outside("hp-platform-paddle", ("hp-trainer", "hp-platform-torch"), TEST_TOOLS)
-    # Its own configuration and root, so that nothing of this repository is on the path.
-    folder = "examples/hp-platform-paddle"
-    options = ("-c", f"{folder}/pyproject.toml", "--rootdir", folder, "-p", "no:cacheprovider")
-    run(session, python, "-I", "-m", "pytest", *options, f"{folder}/tests", *session.posargs)
+    """Third parties' platforms of `examples`, on wheels alone, compared with torch; `-- --full` runs all of it."""
+    for folder in sorted(Path("examples").glob("hp-platform-*")):
+        python = workspace.outside(folder.name, ("hp-trainer", "hp-platform-torch"), TEST_TOOLS)
+        # Its own configuration and root, so that nothing of this repository is on the path.
+        options = ("-c", f"{folder}/pyproject.toml", "--rootdir", str(folder), "-p", "no:cacheprovider")
+        run(session, python, "-I", "-m", "pytest", *options, f"{folder}/tests", *session.posargs)
 
 
 def floor_wheels(session: nox.Session) -> dict[str, dict[str, Path]]:

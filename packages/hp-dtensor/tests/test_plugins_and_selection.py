@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hp_dtensor.exceptions import MeshError, PlatformError, PluginError
+from hp_dtensor.platform import __main__ as template
 from hp_dtensor.platform.plugins import create_plugin_manager, plugin_manager, release_of
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.rules.tables import rule_registry
@@ -266,6 +267,24 @@ def test_only_the_platform_asked_for_is_made(install, capsys):
 def test_a_plugin_may_have_another_name_than_its_platform(install):
     install("odd-dist", {"odd": "odd_module"}, odd_module=PLATFORM.format(name="arrow"))
     assert get_platform("arrow").name == "arrow"
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_a_template_needs_a_name_that_no_installed_plugin_has(install, monkeypatch, capsys, tmp_path, loaded):
+    install_platform(install, "arrow")
+    install("odd-dist", {"odd": "odd_module"}, odd_module=PLATFORM.format(name="bow"))
+    if not loaded:
+        monkeypatch.setenv("HP_LOAD_PLUGINS", "")
+    # The plugin's name, and the name of a platform whose plugin has another name.
+    taken = {"arrow": "plugin 'arrow' of distribution 'hp-platform-arrow'"}
+    if loaded:
+        taken["bow"] = "plugin 'odd' of distribution 'odd-dist'"
+    for name, owner in taken.items():
+        with pytest.raises(SystemExit):
+            template.main(["new", name, "--to", str(tmp_path / name)])
+        assert f"'{name}' is the name of {owner}; choose another NAME" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
+    assert template.main(["new", "sling", "--to", str(tmp_path / "sling")]) == 0
 
 
 @pytest.mark.usefixtures("install")

@@ -89,7 +89,7 @@ def test_the_steps_are_all_modules_of_the_suite():
     assert modules <= set(CONFORMANCE)
 
 
-@pytest.mark.parametrize("name", ["Paddle", "a-b", "class"])
+@pytest.mark.parametrize("name", ["Demo", "a-b", "class"])
 def test_a_name_that_no_package_may_have_is_refused(name, capsys):
     with pytest.raises(SystemExit):
         main(["new", name])

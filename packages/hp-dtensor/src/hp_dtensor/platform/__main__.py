@@ -19,6 +19,7 @@ from typing import Any
 import hp_dtensor
 from hp_dtensor.platform.composition import PRIMITIVES
 from hp_dtensor.platform.interface import OP_SIGNATURES, Platform
+from hp_dtensor.platform.selection import registrant_of
 
 CONFORMANCE = (
     *(
@@ -210,11 +211,13 @@ def main(arguments: list[str]) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     new = commands.add_parser("new", help="write the package of a new platform")
-    new.add_argument("name", metavar="NAME", help="the framework's import name, such as paddle")
+    new.add_argument("name", metavar="NAME", help="import name of the framework; no installed platform may have it")
     new.add_argument("--to", metavar="DIR", type=Path, help="folder to write (default: hp-platform-NAME)")
     given = parser.parse_args(arguments)
     if not re.fullmatch(r"[a-z][a-z0-9_]*", given.name) or keyword.iskeyword(given.name):
         parser.error(f"NAME must be a Python name in lower case, got {given.name!r}")
+    if owner := registrant_of(given.name):
+        parser.error(f"{given.name!r} is the name of {owner}; choose another NAME, or uninstall that distribution")
     folder = given.to or Path(f"hp-platform-{given.name}")
     if folder.exists() and any(folder.iterdir()):
         parser.error(f"{folder} is not empty; choose another folder with --to")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.metadata
 import os
 from typing import Any
 
@@ -138,6 +139,19 @@ def _platforms() -> tuple[dict[str, Platform], dict[str, str]]:
 def platform_plugins() -> list[str]:
     """Return the names of the plugins with a platform, by convention those of their frameworks' top-level packages."""
     return [found.plugin_name for found in plugin_manager().hook.hp_platform.get_hookimpls()]
+
+
+def registrant_of(name: str) -> str | None:
+    """Return how messages name the plugin with this name or with a platform of this name; None: there is none.
+
+    This imports the frameworks of all platforms unless a plugin has the name.
+    """
+    # From metadata, because `HP_LOAD_PLUGINS` hides plugins that are installed.
+    for entry_point in importlib.metadata.entry_points(group="hp_dtensor", name=name):
+        return f"plugin {name!r}" + (f" of distribution {entry_point.dist.name!r}" if entry_point.dist else "")
+    loaded = ((plugin, _load(plugin)) for plugin in platform_plugins())
+    named = (plugin for plugin, found in loaded if isinstance(found, Platform) and found.name == name)
+    return next((origin_of(plugin_manager(), plugin) for plugin in named), None)
 
 
 @functools.cache
