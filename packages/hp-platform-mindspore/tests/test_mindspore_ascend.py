@@ -14,10 +14,10 @@ from mindspore import Tensor, mint, ops
 
 from hp_dtensor import Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.comm.meeting_point import MeetingPoint
-from hp_dtensor.exceptions import PlatformError
+from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.parallel.attention import AttentionMask, attention
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore import world
+from hp_platform_mindspore import process_groups, world
 from hp_platform_mindspore.ops.cpu_kernels.products import scaled_dot_product_attention
 from hp_platform_mindspore.ops.namespace import build_ops
 from hp_platform_mindspore.platform_base import ASCEND, CPU, choose_device
@@ -258,3 +258,17 @@ def test_each_rank_calls_it_with_its_shard(on_ascend, monkeypatch):
     for found in run_ranks(program, 2, on_ascend):
         np.testing.assert_array_equal(found, expected)
     assert flash.calls == 3
+
+
+def test_an_average_of_integers_is_refused_before_it_is_sent(platform, monkeypatch):
+    sent = []
+    monkeypatch.setattr(process_groups.dist, "new_group", lambda ranks: "group")
+    for name in ("all_reduce", "reduce_scatter_tensor"):
+        monkeypatch.setattr(process_groups.dist, name, lambda *args, name=name, **kwargs: sent.append(name))
+    group = process_groups.NativeGroup([0, 1], 0, platform)
+    x, output = Tensor(np.arange(4)), Tensor(np.arange(2))
+    with pytest.raises(CapabilityError, match="needs a floating-point tensor"):
+        group._all_reduce(x, "avg", False)
+    with pytest.raises(CapabilityError, match="needs a floating-point tensor"):
+        group._reduce_scatter_into(output, x, "avg", False)
+    assert not sent

@@ -167,6 +167,64 @@ def test_indices_into_nothing_are_refused(platform):
         platform.ops.embedding(Tensor(np.array([0])), platform.zeros((0, 2), ms.float32))
 
 
+# Half precision -------------------------------------------------------------------------------------------
+
+SQUARED = {
+    "layer_norm": (lambda run, x: run.layer_norm(x, (64,)), lambda a: _standardized(a, -1)),
+    "group_norm": (lambda run, x: run.group_norm(x, 4), lambda a: _standardized(a.reshape(4, 4, 16), -1)),
+    "instance_norm": (
+        lambda run, x: run.instance_norm(run.reshape(x, (4, 4, 16))),
+        lambda a: _standardized(a.reshape(4, 4, 16), -1),
+    ),
+    "batch_norm": (lambda run, x: run.batch_norm(x, None, None, None, None, True), lambda a: _standardized(a, 0)),
+    "std": (lambda run, x: run.std(x, -1), lambda a: a.std(-1, ddof=1)),
+    "norm": (lambda run, x: run.norm(x, 2.0, -1), lambda a: np.linalg.norm(a, axis=-1)),
+}
+
+
+def _standardized(a, dim):
+    return (a - a.mean(dim, keepdims=True)) / np.sqrt(a.var(dim, keepdims=True) + 1e-5)
+
+
+@pytest.mark.parametrize("name", SQUARED)
+def test_squares_of_half_precision_do_not_overflow(platform, name):
+    call, expected = SQUARED[name]
+    # Squares above 65504, the largest float16.
+    values = (np.random.default_rng(0).standard_normal((4, 64)) * 500).astype(np.float16)
+    result = call(platform.operations, Tensor(values))
+    assert result.dtype == ms.float16
+    wanted = expected(values.astype(np.float64))
+    # One rounding to float16, half a unit in the last place.
+    np.testing.assert_allclose(result.asnumpy().reshape(wanted.shape), wanted, rtol=2**-10, atol=2**-10)
+
+
+# Arguments -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda run, x: run.select(x, 0, 3), IndexError, "index 3 is outside dimension 0 of 3 elements"),
+        (lambda run, x: run.select(x, 0, -4), IndexError, "index -4 is outside dimension 0 of 3 elements"),
+        (lambda run, x: run.quantile(x, -0.2), ValueError, "expected q from 0 to 1, got -0.2"),
+        (lambda run, x: run.kthvalue(x, 0), IndexError, "expected k from 1 on, got 0"),
+        (lambda run, x: run.topk(x, -1), IndexError, "expected a number of values from 0 on, got -1"),
+    ],
+)
+def test_positions_outside_of_a_tensor_are_refused(platform, call, error, message):
+    with pytest.raises(error, match=message):
+        call(platform.operations, Tensor(np.arange(3, dtype=np.float32)))
+
+
+@pytest.mark.parametrize(("offset", "dim1", "dim2"), [(1, -2, -1), (1, 0, 1), (-2, 2, 0), (1, 1, 2), (0, -1, 0)])
+def test_diagonals_may_be_embedded_in_any_dimensions(platform, offset, dim1, dim2):
+    values = np.arange(1, 7, dtype=np.float32).reshape(2, 3)
+    found = platform.operations.diag_embed(Tensor(values), offset, dim1, dim2).asnumpy()
+    assert found.size == 2 * (3 + abs(offset)) ** 2
+    # The inverse: diagonals become the last dimension.
+    np.testing.assert_array_equal(np.diagonal(found, offset, dim1, dim2), values)
+
+
 # Order ---------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from hp_trainer.checkpoint import (
     prune,
     save_checkpoint,
 )
-from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, cover_exactly, read_header
+from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, Entry, cover_exactly, file_parts, read_header
 from hp_trainer.exceptions import CheckpointError, describe_exit
 
 MODEL = {"name": "tiny", "hidden_size": 8}
@@ -591,6 +591,26 @@ def test_a_header_of_many_megabytes_is_refused_before_it_is_read(two_steps: Loca
     forge(two_steps, "step-00000002", lambda body: body["shard_bytes"].__setitem__(0, len(forged)))
     with pytest.raises(CheckpointError, match=f"{shard.name} is damaged: it states a header of {len(text)} bytes"):
         Checkpoint(two_steps, "step-00000002").verify()
+
+
+def test_an_empty_box_that_no_save_writes_is_no_error(storage: LocalStorage) -> None:
+    weight = np.ones((3, 2), np.float32)
+    parts = [TensorPart("weight", "float32", (3, 2), [(Box.full((3, 2)), weight)])]
+    save_checkpoint(storage, parts, step=1, model=MODEL, state={})
+    shard = storage.root / "step-00000001" / "shard-00000.safetensors"
+    metadata = read_header(np.fromfile(shard, np.uint8), "shard", 1000).metadata
+    entries = [Entry("weight", "float32", weight), Entry("weight@3,0", "float32", weight[:0])]
+    shard.write_bytes(b"".join(map(bytes, file_parts(entries, metadata))))
+    empty = {"shard": 0, "key": "weight@3,0", "offset": [3, 0], "shape": [0, 2], "crc32": []}
+
+    def change(body: dict[str, Any]) -> None:
+        body["shard_bytes"] = [shard.stat().st_size]
+        body["tensors"]["weight"]["chunks"].append(empty)
+
+    forge(storage, "step-00000001", change)
+    checkpoint = Checkpoint(storage, "step-00000001")
+    checkpoint.verify()
+    np.testing.assert_array_equal(checkpoint.read("weight"), weight)
 
 
 @pytest.mark.parametrize("leads", ["to a checkpoint", "nowhere", "to itself"])

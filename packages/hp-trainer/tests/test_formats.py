@@ -177,6 +177,12 @@ def test_a_broken_line_is_reported_with_its_number(tmp_path: Path, line: bytes, 
         [record.text("text") for record in open_reader(file).records()]
 
 
+def test_a_list_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "list.json"
+    file.write_text('\n[{"text": "a"},\n {"text": "b"}]', encoding="utf-8-sig")
+    assert [record.text("text") for record in open_reader(file).records()] == ["a", "b"]
+
+
 def test_a_pair_of_surrogates_is_a_character(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "\N{GRINNING FACE}"}) + "\n")
     assert [record.text("text") for record in open_reader(tmp_path / "a.jsonl").records()] == ["\N{GRINNING FACE}"]

@@ -140,6 +140,20 @@ def test_the_gradient_of_the_output_may_be_given(platform):
             same(found, expected)
 
 
+def test_the_gradient_of_the_output_may_be_an_argument_too(platform):
+    values = np.arange(4, dtype=np.float32)
+
+    def derivative(x, y):
+        return ops.GradOperation(get_all=True, sens_param=True)(lambda x, y: x * y)(x, y, sens=y)
+
+    def program():
+        x, y = (distribute_tensor(Tensor(a), mesh_of(platform), [Shard(0)]) for a in (values, values + 1))
+        return [array(found) for found in derivative(x, y)]
+
+    for found in run_ranks(program, 2, platform):
+        np.testing.assert_array_equal(found, [(values + 1) ** 2, values * (values + 1)])
+
+
 def test_gradients_that_were_there_stay(platform):
     def program():
         net, x = fully_sharded(platform)

@@ -397,9 +397,10 @@ class NativeGroup(ProcessGroup):
         self._name = dist.new_group(list(ranks))
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
-        # HCCL has no average: a sum is divided once it is complete.
-        handle = dist.all_reduce(x, self._native(op), group=self._name, async_op=async_op)
-        return self._started(handle, async_op, self._average(x, op))
+        # HCCL has no average: a sum is divided once it is complete. Before the call, since it may refuse.
+        finish = self._average(x, op)
+        handle = dist.all_reduce(x, REDUCE_OPS[op], group=self._name, async_op=async_op)
+        return self._started(handle, async_op, finish)
 
     def _all_gather_into(self, output: Tensor, x: Tensor, async_op: bool) -> Work:
         flat = output.reshape((self.size * x.shape[0], *x.shape[1:])) if x.ndim else output
@@ -408,8 +409,9 @@ class NativeGroup(ProcessGroup):
         return self._started(handle, async_op)
 
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
-        handle = dist.reduce_scatter_tensor(output, x, self._native(op), group=self._name, async_op=async_op)
-        return self._started(handle, async_op, self._average(output, op))
+        finish = self._average(output, op)
+        handle = dist.reduce_scatter_tensor(output, x, REDUCE_OPS[op], group=self._name, async_op=async_op)
+        return self._started(handle, async_op, finish)
 
     def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
         handle = dist.all_to_all_single(
@@ -460,10 +462,8 @@ class NativeGroup(ProcessGroup):
         dist.all_gather_into_tensor(output, mine, group=self._name)
         return output.asnumpy()
 
-    def _native(self, op: str) -> str:
-        return REDUCE_OPS[op]
-
     def _average(self, x: Tensor, op: str) -> Callable[[], None] | None:
+        """Return a function that divides the sum in `x` by the number of ranks; None for other reductions."""
         if op != "avg":
             return None
         check_average(x, op)

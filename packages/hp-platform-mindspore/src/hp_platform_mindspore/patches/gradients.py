@@ -100,8 +100,7 @@ class _Derivative:
         seeds = None
         if self._sens_param:
             # With sens_param the gradient of the output is the keyword `sens`, or the last argument.
-            seeds = kwargs.pop("sens") if "sens" in kwargs else args[-1]
-            args = args if "sens" in kwargs or seeds is not args[-1] else args[:-1]
+            args, seeds = (args, kwargs.pop("sens")) if "sens" in kwargs else (args[:-1], args[-1])
         with platform.enable_grad():
             given = [self._leaf(platform, i, x) for i, x in enumerate(args)]
             value = self._fn(*given, **kwargs)

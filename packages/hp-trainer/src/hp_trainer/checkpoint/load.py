@@ -93,7 +93,7 @@ class VerifiedShards:
         file, _ = self._shard(chunk.shard)
         begin, end = self._byte_range(name, chunk)
         # Only the first dimension narrows the range: rows are contiguous in the file.
-        row = (end - begin) // chunk.box.shape[0] if chunk.box.shape else end - begin
+        row = (end - begin) // max(1, chunk.box.shape[0]) if chunk.box.shape else end - begin
         first, last = (inside[0].start * row, inside[0].stop * row) if inside else (0, row)
         for block in range(first // CHECKSUM_BLOCK, -(-last // CHECKSUM_BLOCK)):
             self._verify_block(name, chunk, file[begin:end], block)

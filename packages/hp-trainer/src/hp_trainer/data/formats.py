@@ -6,6 +6,7 @@ chooses the reader by file endings or by setting. Files are data: nothing in the
 
 from __future__ import annotations
 
+import codecs
 import glob
 import gzip
 import json
@@ -256,8 +257,8 @@ def _open(file: Path) -> IO[bytes]:
 
 def _is_list(file: IO[bytes]) -> bool:
     """Return True when the first character is a bracket. The file position is restored."""
-    # White space may precede the bracket.
-    first = file.read(64).lstrip()[:1]
+    # A byte order mark, as from Windows, and white space may precede the bracket.
+    first = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     file.seek(0)
     return first == b"["
 

@@ -319,7 +319,6 @@ def _weights(terms: Sequence[tuple[Array, Array]], size: int) -> Array:
 
 
 F = mint.nn.functional
-LOW_PRECISION = (ms.float16, ms.bfloat16)
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
@@ -336,8 +335,7 @@ def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalize over the last dimension, in float32 (RMSNorm, arXiv 1910.07467)."""
-    # The mean of squares overflows in float16, and loses digits in bfloat16.
-    wide = x.astype(ms.float32) if x.dtype in LOW_PRECISION else x
+    wide = pointwise.widened(x)
     normalized = pointwise.mul(wide, mint.rsqrt(reductions.mean(wide * wide, -1, keepdim=True) + eps))
     return pointwise.mul(pointwise.cast(normalized, x.dtype), weight)
 
@@ -359,8 +357,11 @@ def layer_norm(x: Tensor, normalized_shape: Any, weight: Any = None, bias: Any =
 
 
 def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
-    centered = x - reductions.mean(x, dims, True)
-    return pointwise.mul(centered, mint.rsqrt(reductions.mean(pointwise.mul(centered, centered), dims, True) + eps))
+    """Return `x` with mean 0 and variance 1 over `dims`, computed in float32 for half precision."""
+    wide = pointwise.widened(x)
+    centered = wide - reductions.mean(wide, dims, True)
+    variance = reductions.mean(pointwise.mul(centered, centered), dims, True)
+    return pointwise.cast(pointwise.mul(centered, mint.rsqrt(variance + eps)), x.dtype)
 
 
 def _affine(x: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Tensor:
@@ -387,8 +388,9 @@ def batch_norm(
     channel = (1, -1, *[1] * (x.ndim - 2))
     if training:
         others = tuple(dim for dim in range(x.ndim) if dim != 1)
-        mean = reductions.mean(x, others, True)
-        centered = x - mean
+        wide = pointwise.widened(x)
+        mean = reductions.mean(wide, others, True)
+        centered = wide - mean
         variance = reductions.mean(pointwise.mul(centered, centered), others, True)
         # Running variances are unbiased, that of the normalization is not, as in torch.
         count = math.prod(x.shape[dim] for dim in others)
@@ -398,6 +400,8 @@ def batch_norm(
     else:
         centered, variance = x - mint.reshape(running_mean, channel), mint.reshape(running_var, channel)
     result = pointwise.mul(centered, mint.rsqrt(variance + eps))
+    # Evaluation has the dtype of the running statistics, if that is wider.
+    result = pointwise.cast(result, x.dtype) if training else result
     result = result if weight is None else pointwise.mul(result, mint.reshape(weight, channel))
     return result if bias is None else pointwise.add(result, mint.reshape(bias, channel))
 

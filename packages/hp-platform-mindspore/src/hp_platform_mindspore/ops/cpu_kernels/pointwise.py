@@ -81,6 +81,11 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
+def widened(x: Tensor) -> Tensor:
+    """Return `x`, or a 16-bit tensor as float32: squares overflow in float16, and sums lose digits in bfloat16."""
+    return x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
+
+
 def clone(x: Tensor) -> Tensor:
     # The CPU has no Clone kernel. Multiplying by 1 copies every dtype but bool.
     return mint.logical_or(x, x) if x.dtype == ms.bool_ else mint.mul(x, 1)

@@ -85,10 +85,13 @@ def _axes(dim: Dims) -> Any:
 
 
 def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    """Compute the vector norm of order `p`; its gradient at 0 is 0, as in torch."""
+    """Compute the vector norm of order `p`, in float32 for half precision; its gradient at 0 is 0, as in torch."""
     x = x if dtype is None else x.astype(dtype)
-    p = 2.0 if p == "fro" else float(p)
     dims = tuple(range(x.ndim)) if dim is None else dim
+    return pointwise.cast(_norm(pointwise.widened(x), 2.0 if p == "fro" else float(p), dims, keepdim), x.dtype)
+
+
+def _norm(x: Tensor, p: float, dims: int | Sequence[int], keepdim: bool) -> Tensor:
     if math.isinf(p):
         return (amax if p > 0 else amin)(mint.abs(x), dims, keepdim)
     if p == 0:
@@ -116,14 +119,15 @@ def std_or_var(name: str) -> Callable[..., Any]:
         count = math.prod(x.shape[d] for d in dims)
         # Bessel's correction by default, as in torch.
         degrees = count - ((1 if correction is None else correction) if unbiased else 0)
-        average = mean(x, dims, True)
-        centered = x - average
+        wide = pointwise.widened(x)
+        centered = wide - mean(wide, dims, True)
         squares = total(centered * centered, dims, keepdim)
         # As torch: NaN where no degree of freedom is left.
         result = squares / degrees if degrees > 0 else squares * math.nan
         if name.startswith("std"):
             nothing = result == 0
             result = pointwise.masked_fill(mint.sqrt(pointwise.masked_fill(result, nothing, 1.0)), nothing, 0.0)
+        result = pointwise.cast(result, x.dtype)
         return (result, mean(x, dims, keepdim)) if name.endswith("mean") else result
 
     return found
@@ -196,6 +200,8 @@ Position = Callable[[Array, int], Array]
 
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """Return the `k` largest (or smallest) values in order and their indices; of equal values the lower index."""
+    if k < 0:
+        raise IndexError(f"topk: expected a number of values from 0 on, got {k}")
     order = np.take(sorting_indices(x, dim, largest), np.arange(k), axis=dim)
     # Indices are found on the host and have no gradient; the gather that selects the values has the right one.
     indices = share(order)
@@ -302,6 +308,9 @@ def _mode(values: Array, dim: int) -> Array:
 
 
 def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the `k`-th smallest value along a dimension, counted from 1, and its index."""
+    if k < 1:
+        raise IndexError(f"kthvalue: expected k from 1 on, got {k}")
     order = np.argsort(numbers(x), axis=dim, kind="stable")
     return _selected(x, dim, np.take(order, [k - 1], axis=dim), keepdim)
 
@@ -317,6 +326,8 @@ def quantile(skip_nan: bool) -> Callable[..., Tensor]:
     def found(
         x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
     ) -> Tensor:
+        if not 0 <= q <= 1:
+            raise ValueError(f"quantile: expected q from 0 to 1, got {q}")
         if dim is None:
             shape = (1,) * x.ndim if keepdim else ()
             return mint.reshape(found(flattened(x), q, 0, interpolation=interpolation), shape)

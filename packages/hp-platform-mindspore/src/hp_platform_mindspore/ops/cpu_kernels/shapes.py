@@ -134,7 +134,7 @@ def tile(x: Tensor, *repeats: Any) -> Tensor:
 
 
 def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    """Write the last dimension on the diagonals of matrices in two new last dimensions."""
+    """Write the last dimension on the diagonals of matrices, whose rows and columns become dimensions `dim1`, `dim2`."""
     length = x.shape[-1]
     size = length + abs(offset)
     # Off the diagonal all indices point to the zero appended below.
@@ -143,7 +143,11 @@ def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Te
     places[steps + max(0, -offset), steps + max(0, offset)] = steps
     padded = cat([x, creation.zeros((*x.shape[:-1], 1), x.dtype)], -1)
     square = index_select(padded, -1, share(places))
-    return square if (dim1, dim2) == (-2, -1) else mint.transpose(square, -2, -1)
+    order = list(range(square.ndim - 2))
+    # In ascending order, so that each insertion leaves the earlier one in its place.
+    for dim, source in sorted(((dim1 % square.ndim, square.ndim - 2), (dim2 % square.ndim, square.ndim - 1))):
+        order.insert(dim, source)
+    return mint.permute(square, tuple(order))
 
 
 def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
@@ -157,6 +161,13 @@ def diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor
     matrices = mint.permute(x, (*order, dim1 % x.ndim, dim2 % x.ndim))
     flat = mint.reshape(matrices, (*matrices.shape[:-2], rows * columns))
     return index_select(flat, -1, share(places))
+
+
+def select(x: Tensor, dim: int, index: int) -> Tensor:
+    size = x.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"select: index {index} is outside dimension {dim} of {size} elements")
+    return mint.squeeze(mint.narrow(x, dim, index % size, 1), dim)
 
 
 def unflatten(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -251,5 +262,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "triu": triangle("triu"),
     "pad": pad,
     "unbind": lambda x, dim=0: tuple(mint.squeeze(mint.narrow(x, dim, i, 1), dim) for i in range(x.shape[dim])),
-    "select": lambda x, dim, index: mint.squeeze(mint.narrow(x, dim, index % x.shape[dim], 1), dim),
+    "select": select,
 }
