@@ -23,7 +23,15 @@ from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, store
 
 @dataclass(frozen=True, slots=True)
 class AdamWStep:
-    """Coefficients of one step of AdamW (arXiv 1711.05101, as `torch.optim.AdamW`), shared by a group's parameters."""
+    """Coefficients of one step of AdamW (arXiv 1711.05101, as `torch.optim.AdamW`), shared by a group's parameters.
+
+    Attributes:
+        decay: factor on the weights, 1 - lr * weight_decay.
+        beta1, beta2: decay rates of the first and second moment.
+        step_size: lr / (1 - beta1**count), which corrects the bias of the first moment.
+        root_correction: sqrt(1 - beta2**count), the divisor that corrects the root of the second moment.
+        eps: added to that root.
+    """
 
     decay: float
     beta1: float
@@ -33,7 +41,7 @@ class AdamWStep:
     eps: float
 
     @classmethod
-    def number(cls, count: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> AdamWStep:
+    def of_step(cls, count: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> AdamWStep:
         """Return the coefficients of step `count`, which counts from 1."""
         beta1, beta2 = betas
         return cls(
@@ -49,7 +57,7 @@ class AdamWStep:
 def adamw_(
     platform: MindSporeBase, parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, c: AdamWStep
 ) -> None:
-    """Update a parameter and its moments in place."""
+    """Update a parameter and its moments in place, from a gradient that is placed as the parameter is."""
     update = _adamw_on_host if platform.capabilities.host_memory else _adamw_on_device
     update(platform, parameter, gradient, exp_avg, exp_avg_sq, c)
 
@@ -206,7 +214,7 @@ class AdamW(Optimizer):
 
     def _update(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: Group) -> None:
         step = state.get("step", 0) + 1
-        coefficients = AdamWStep.number(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        coefficients = AdamWStep.of_step(step, group["lr"], group["betas"], group["eps"], group["weight_decay"])
         for slot in ("exp_avg", "exp_avg_sq"):
             # State is created at the first step, as in torch.
             if slot not in state:

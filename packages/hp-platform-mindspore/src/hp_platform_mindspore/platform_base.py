@@ -31,7 +31,7 @@ BFLOAT16_ON_CPU = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What MindSpore supports on one kind of device; native or composed implementations are chosen by it.
+    """Features of MindSpore on one kind of device, by which native or composed implementations are chosen.
 
     Attributes:
         target: MindSpore's name of the device.

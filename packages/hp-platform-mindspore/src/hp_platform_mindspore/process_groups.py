@@ -228,8 +228,10 @@ _failures: list[str] = []
 
 
 @contextlib.contextmanager
-def _failing() -> Iterator[None]:
-    """Refuse transfers after one that failed: MCCL would take a late message for the next one.
+def _unless_failed() -> Iterator[None]:
+    """Record an error of a transfer in the block, after which further transfers are refused.
+
+    MCCL would take a late message of the failed transfer for one of the next.
 
     Raises:
         CollectiveError: a transfer has failed before.
@@ -250,7 +252,7 @@ def _failing() -> Iterator[None]:
 def _started(transfer: Callable[..., Any], array: Array, peer: int) -> _RunningTransfer:
     """Start `dist.isend` or `dist.irecv` of contiguous memory with a global rank."""
     given = _as_bytes(array)
-    with _failing():
+    with _unless_failed():
         return _RunningTransfer(transfer(given, peer, group=MCCL_WORLD), given)
 
 
@@ -263,7 +265,7 @@ class _RunningTransfer:
 
     def wait(self) -> None:
         if self._given is not None:
-            with _failing():
+            with _unless_failed():
                 self._handle.wait()
             self._given = None
 

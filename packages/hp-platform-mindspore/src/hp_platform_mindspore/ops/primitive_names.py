@@ -68,10 +68,10 @@ def matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def gather(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Convert `Gather`, which selects slices by a vector of indices, to torch's `index_select`."""
     x, index, dim, *batch_dims = args
     if any(batch_dims):
         raise TypeError("gather of a DTensor takes no batch_dims; use gather_elements")
-    # `Gather` selects slices by a vector of indices: torch's index_select, with another order of arguments.
     return (x, dim, index), {}
 
 
@@ -258,7 +258,8 @@ def addmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     return args[:3], {name: value for name, value in given.items() if value != 1}
 
 
-def divmod_(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def division(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Convert the rounding mode of a division to torch's name."""
     mode = args[2] if len(args) > 2 else kwargs.get("rounding_mode")
     # Primitives get the mode as a number, methods as a string.
     known = {None: None, 0: None, 1: "trunc", 2: "floor", "trunc": "trunc", "floor": "floor"}[mode]
@@ -301,8 +302,10 @@ def index_add(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim, index, src, *reduce = args
-    how = {} if not reduce or reduce[0] in (0, "none") else {"reduce": {1: "add", 2: "multiply"}.get(*reduce[:1] * 2)}
+    """Convert the reduction from a number, and pass a source that is a number as `value`."""
+    x, dim, index, src, *rest = args
+    reduce = rest[0] if rest else 0
+    how = {} if reduce in (0, "none") else {"reduce": {1: "add", 2: "multiply"}.get(reduce, reduce)}
     if isinstance(src, Tensor):
         return (x, dim, index, src), how
     return (x, dim, index), {"value": src, **how}
@@ -493,8 +496,8 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
     "ConstantPadND": ("pad", constant_pad),
     "Tril": ("tril", all_arguments),
     **{name: (name.lower(), addmm) for name in ("Addmm", "Addmv", "Addbmm", "Baddbmm")},
-    "DivMod": ("div", divmod_),
-    "DivMods": ("div", divmod_),
+    "DivMod": ("div", division),
+    "DivMods": ("div", division),
     "Scatter": ("scatter", scatter),
     "ScatterValue": ("scatter", scatter),
     "KLDiv": ("kl_div", kl_div),

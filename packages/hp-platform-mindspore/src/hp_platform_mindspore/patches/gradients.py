@@ -3,9 +3,9 @@
 `value_and_grad`, `grad` and `GradOperation` of functions of DTensors run the platform's backward. So do sharded Cells
 with a `bprop` or after `recompute()`. `vjp`, a `bprop` of DTensors, `mindspore.jit` and GRAPH_MODE are refused: they
 work in C++ on this rank's shards and would miss collectives. `mindspore.jit` has three ways to a graph, and GRAPH_MODE
-compiles every Cell; each is checked where it starts, its arguments and what the compiled function or Cell holds. In the
-forward of a sharded Cell that may be plain tensors that stand for parameters, which would be constants of the graph:
-they are refused too.
+compiles every Cell. Each is checked where it starts: its arguments, and the tensors that the compiled function or Cell
+holds. In the forward of a sharded Cell plain tensors replace its parameters; they would be constants of the graph, and
+are refused too.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def check_graph(compiler: str, arguments: Any, *compiled: Any) -> None:
     Inside `LocalOperations` nothing is checked.
 
     Raises:
-        CapabilityError: there is a DTensor, or a tensor that stands for a parameter of a sharded Cell in its forward.
+        CapabilityError: there is a DTensor, or a tensor that replaces a parameter of a sharded Cell in its forward.
     """
     if is_local():
         return

@@ -174,7 +174,7 @@ class MindSporeHostCopies(HostCopies):
     def _copy(self, x: Tensor, device: str) -> Tensor:
         with GradMode(False):
             if self._is_on_host:
-                # The device is the host: a plain copy stands for the transfer, so offload can be tested on CPU.
+                # The device is the host: a plain copy replaces the transfer, so offload can be tested on CPU.
                 return share(host_view(x).copy(), x.dtype)
             return x.contiguous().to(device, copy=True)
 

@@ -48,7 +48,9 @@ class AdamW:
         # Before the update: bias correction counts steps from 1.
         self.num_steps += 1
         options = self._options
-        coefficients = AdamWStep.number(self.num_steps, learning_rate, options.betas, options.eps, options.weight_decay)
+        coefficients = AdamWStep.of_step(
+            self.num_steps, learning_rate, options.betas, options.eps, options.weight_decay
+        )
         for slots in self._slots.values():
             gradient = self._platform.get_grad(slots.parameter)
             # A parameter that took no part in the step keeps its value and its moments.

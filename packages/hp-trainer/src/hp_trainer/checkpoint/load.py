@@ -227,7 +227,7 @@ class Checkpoint:
 
         Args:
             model: name and options of the expected model.
-            defaults: default values of its options. They stand for options that the checkpoint does not contain
+            defaults: default values of its options. They are used for options that the checkpoint does not contain
                 because they were added later.
 
         Raises:

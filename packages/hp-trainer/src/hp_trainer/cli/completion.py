@@ -105,7 +105,7 @@ class _WithSettings(ShellComplete):
 
 
 def _plain(item: CompletionItem[str]) -> list[CompletionItem[str]]:
-    """Return the files or folders that a candidate stands for, which shells find only as words of their own."""
+    """Return the files or folders that start with a candidate of that type; shells find them only as full words."""
     if item.type == "plain":
         return [item]
     found = [f"{path}/" if os.path.isdir(path) else path for path in sorted(glob(f"{escape(item.value)}*"))]
@@ -130,5 +130,5 @@ class _Zsh(_WithSettings, ZshComplete):
 
 
 class _Fish(_WithSettings, FishComplete):
-    # Click's script cuts candidates and their help at the second comma.
+    # Click's script splits at every comma, and loses the help after the second one.
     source_template = FishComplete.source_template.replace('string split ","', 'string split --max 1 ","')

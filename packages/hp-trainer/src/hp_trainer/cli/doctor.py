@@ -50,7 +50,8 @@ _MOST_MACHINES_SHOWN = 4
 _HOST_VARIABLES = ("MASTER_ADDR", "MS_SCHED_HOST", "SLURMD_NODENAME", "HOSTNAME")
 
 
-def _read_files(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Path]:
+def _check_files(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Path]:
+    """Return the paths of the options, which must be files that can be written: reports or device files."""
     paths = [path for value in values if (path := check_file_to_write(ctx, parameter, value)) is not None]
     for path in paths:
         if path.suffix not in (".md", *_DEVICE_SUFFIXES):
@@ -67,7 +68,7 @@ def _read_files(ctx: click.Context, parameter: click.Parameter, values: tuple[st
     "--to",
     "files",
     multiple=True,
-    callback=_read_files,
+    callback=_check_files,
     metavar="FILE",
     help="Also write a report for an issue (.md), or a device file for `hp-train plan --device` (.yaml).",
 )

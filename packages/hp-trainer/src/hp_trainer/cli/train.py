@@ -280,7 +280,7 @@ def _take_up(run: RunFolder, config: TrainerConfig, from_step: int | None = None
 
 
 def _report(path: Path, config: TrainerConfig) -> int:
-    """Print the sample texts of a finished run and its folder."""
+    """Print the sample texts of a finished run and its folder, and return the exit code 0."""
     if is_first_process():
         samples = RunFolder(path).samples_file
         if config.generate.prompts and samples.is_file():

@@ -295,6 +295,7 @@ def parse_config(
 
 
 def _leave_out_replaced(tree: Section, overrides: Sequence[Override], registered: Registries) -> None:
+    """Remove the settings of optimizer and storage that the component named by an override does not have."""
     for path, registry in (
         ("optimizer", registered.optimizers),
         ("checkpoint.storage", registered.checkpoint_storages),

@@ -18,7 +18,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 @section
 class RunConfig:
-    """Where the files of the run are written."""
+    """The folder of the files of the run."""
 
     folder: str | None = Field(
         None, description="folder of the run; null: runs/<name of the YAML file>-<date and time>"
@@ -48,7 +48,7 @@ class LossScalingConfig:
 
 @section
 class GuardConfig:
-    """What to do about a loss that is NaN or infinite, or that spikes. All ranks take the same decision.
+    """Reaction to a loss that is NaN or infinite, or that spikes. All ranks take the same decision.
 
     skip: discard the step and continue with the next batch. rollback: restore model and optimizer from the last
     checkpoint and continue with the batch after the one that caused it.
@@ -351,7 +351,7 @@ class ParallelConfig:
 
     @property
     def gathers_for_step(self) -> bool:
-        """Whether the ranks of a pipeline gather weights once for all micro-batches of a step."""
+        """True if the ranks of a pipeline gather weights once for all micro-batches of a step."""
         return self.reshard_after_forward is not True and self.reduce_gradients == "step"
 
     def check(self) -> Iterator[Problem]:
@@ -379,7 +379,7 @@ class PipelineConfig:
 
 @section
 class CheckpointConfig:
-    """When checkpoints are written and how many are kept; there is always one after the last step."""
+    """Intervals and number of checkpoints. There is always one after the last step."""
 
     interval: int | None = Field(None, ge=1, description="steps between checkpoints; null: only after the last step")
     keep: int | None = Field(2, ge=1, description="number of newest checkpoints to keep; null: all")
@@ -494,9 +494,9 @@ class FaultToleranceConfig:
     node_seconds: float = Field(
         300.0,
         gt=0,
-        description="longest wait for a machine in place of a lost one, or a process in place of a dead rank, in "
-        "seconds; then the complete replicas go on alone; if there is none, the job saves its state and ends for want "
-        "of a machine, and starts another process",
+        description="longest wait for a replacement of a lost machine or a dead rank, in seconds; then the complete "
+        "replicas go on alone; if there is none, the job saves its state and ends where a machine is lost, and starts "
+        "another process where a rank is dead",
     )
 
 

@@ -73,7 +73,7 @@ class PreparingProgress:
             if self._bar is not None and now - self._reported >= 0.1:
                 self._reported = now
                 self._bar.update(self._task, completed=self._read)
-        # Not a terminal, such as a log file: whole lines, far apart.
+        # Not a terminal, such as a log file: full lines, far apart.
         elif now - self._reported >= _SECONDS:
             self._reported = now
             print(f"{self._title}: {self._read / self._total:.0%}", file=self._stream, flush=True)

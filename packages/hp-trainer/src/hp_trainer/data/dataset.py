@@ -71,7 +71,7 @@ class SampleOrder:
         bits = self._half_bits
         mask = (np.uint64(1) << bits) - np.uint64(1)
         left, right = values >> bits, values & mask
-        # A round is invertible whatever `_mix` returns, so the whole network is a permutation.
+        # A round is invertible whatever `_mix` returns, so the network is a permutation.
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
         joined: np.ndarray = (left << bits) | right

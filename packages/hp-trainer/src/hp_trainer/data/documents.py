@@ -274,7 +274,7 @@ class DocumentsSource(DatasetSource):
 
     def _prepared(self, source: Source, folder: Path) -> Path:
         facts = {
-            # Sizes and modification times stand for contents: hashing terabytes at every start would take too long.
+            # Sizes and modification times identify contents: hashing terabytes at every start would take too long.
             "files": [
                 (str(file.absolute()), (status := file.stat()).st_size, status.st_mtime_ns)
                 for file in source.reader().files
@@ -448,7 +448,7 @@ class TextSource(DocumentsSource):
             text = record.text(source.files.field)
             # A blank segment within a long text belongs to it; only blank texts are skipped.
             if text.strip() or not (record.begins and record.ends):
-                # With bytes as tokens the separator could not be told from a zero byte of the text.
+                # With bytes as tokens the separator could not be distinguished from a zero byte of the text.
                 if tokenizer.vocab_size == 256 and tokenizer.separator is not None and chr(tokenizer.separator) in text:
                     raise DataError(
                         f"{record.where} contains a zero byte, which is the separator of documents when bytes are the "

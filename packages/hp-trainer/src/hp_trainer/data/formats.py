@@ -352,7 +352,7 @@ class _Columns(Reader):
             with _naming(file):
                 row = 0
                 for batch in self._batches(file, self._selected(file, fields)):
-                    # The size in memory stands for that in the file, which is not known per row.
+                    # The size in memory approximates that in the file, which is not known per row.
                     size = batch.nbytes // max(1, batch.num_rows)
                     for value in batch.to_pylist():
                         yield Record(value, f"{file}, row {row}", size)

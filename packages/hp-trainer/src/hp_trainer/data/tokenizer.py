@@ -34,7 +34,7 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the bytes of a text: uint8 `[bytes]`. Undecodable command line bytes (surrogates) are kept."""
+        """Return the bytes of a text: uint8 `[bytes]`. Undecodable command line bytes (surrogates) are preserved."""
         return np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8)
 
     def decode(self, tokens: Iterable[int]) -> str:

@@ -34,7 +34,9 @@ _LONGEST_PRODUCT = 0.25
 _BLOCKS = ((128, 4, 256), (256, 1, 256), (256, 4, 256), (256, 1, 1024), (512, 2, 256))
 _COPIED_BYTES = 2**26
 _COLLECTIVE_BYTES = (2**16, 2**20, 2**24)
+# A gathered tensor has at most these bytes on any number of ranks.
 _MOST_GATHERED_BYTES = 2**28
+# Most repetitions of a short exchange in one measurement.
 _MOST_ROUNDS = 4
 _SUITE = "hp_dtensor.testing.conformance"
 _CHECKED_DTYPES = ("float32", "bfloat16", "int64")
@@ -332,6 +334,7 @@ def _overlap(
 
     alone, after, both = (seconds(run, rounds) for run in (compute, wait, prefetch))
     machines = len({facts[rank].host for rank in group.ranks})
+    # The difference of two measurements may vanish in noise, and a device file needs a time above 0.
     sent, waited = num_bytes * (group.size - 1), max(after - alone, idle / 10)
     return Overlap(axis.mesh_dim_names[0], group.size, machines, sent, waited, alone, both)
 

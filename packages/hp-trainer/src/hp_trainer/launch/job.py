@@ -145,7 +145,7 @@ def _train(
         if config.fault_tolerance.copies is not None:
             report(
                 "fault_tolerance has no effect: these ranks were started by another launcher, which ends all when one "
-                "dies, and restarts them from the newest checkpoint if it is told to. Ranks that hp-train itself "
+                "dies, and restarts them from the newest checkpoint if it is configured to. Ranks that hp-train itself "
                 "starts go on: with launch.nodes on several machines"
             )
         world = from_environment(platform, config.launch.timeout_seconds)
@@ -274,7 +274,7 @@ def _train_through_deaths(
         failure: Exception
         try:
             ended_by = _train_rank(run, config, platform, start, copies)
-            # No rank returns before all have ended: one that has returned could not go on with a newcomer.
+            # No rank returns before all have ended: one that has returned could not go on with a replacement.
             current_world(platform).all.all_gather_bytes(b"")
             return ended_by
         except Exception as error:
@@ -351,14 +351,19 @@ def _train_rank(
         )
     if generation is not None and generation.is_last:
         trainer.run(only_save=True)
-        why = f"more ranks have died than fault_tolerance.max_deaths = {config.fault_tolerance.max_deaths}"
-        if generation.lacks_node:
-            seconds = config.fault_tolerance.node_seconds
-            why = f"no other machine has come within fault_tolerance.node_seconds = {seconds:g}"
-        if asked > 1:
-            why += ", no replica is complete"
-        raise MachineError(f"{generation.reason}: {why}, and this state has been saved")
+        raise _not_replaced(generation, config, asked)
     return trainer.run()
+
+
+def _not_replaced(generation: Generation, config: TrainerConfig, num_replicas: int) -> MachineError:
+    """Return the error of a job that ends because ranks that died are not replaced, after it has saved its state."""
+    why = f"more ranks have died than fault_tolerance.max_deaths = {config.fault_tolerance.max_deaths}"
+    if generation.lacks_node:
+        seconds = config.fault_tolerance.node_seconds
+        why = f"no other machine has come within fault_tolerance.node_seconds = {seconds:g}"
+    if num_replicas > 1:
+        why += ", no replica is complete"
+    return MachineError(f"{generation.reason}: {why}, and this state has been saved")
 
 
 def newest_state(

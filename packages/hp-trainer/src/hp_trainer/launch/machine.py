@@ -187,7 +187,7 @@ def find_slow_machines(ranks: Sequence[RankFacts]) -> Iterator[Problem]:
         here, count = of_machine[0], len(members)
         where = f"machine {number}"
         processors = count_processors(of_machine)
-        # Frameworks start a thread for each processor unless they are told a number.
+        # Frameworks start a thread for each processor unless a number is set.
         threads = [facts.threads or len(facts.processor_ids) for facts in of_machine]
         if count > processors and here.device_type == "cpu":
             what = f"{count} ranks share {processors} processors"

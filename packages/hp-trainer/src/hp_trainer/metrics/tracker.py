@@ -273,8 +273,8 @@ def keep_steps(path: Path, last_step: int) -> None:
     """Drop the events after `last_step`, replacing the file atomically."""
     if not path.is_file():
         return
-    kept = [event for event in read_metrics(path) if event.get("step", 0) <= last_step]
-    write_atomically(path, "".join(strict_json(event) + "\n" for event in kept))
+    retained = [event for event in read_metrics(path) if event.get("step", 0) <= last_step]
+    write_atomically(path, "".join(strict_json(event) + "\n" for event in retained))
 
 
 @section

@@ -21,6 +21,7 @@ from hp_trainer.planning.shapes import StepShape, budget_error
 from hp_trainer.planning.user_modules import ModuleCounter
 from hp_trainer.sizes import format_size
 
+# Most changes that `describe_changes` lists.
 SHOWN = 8
 _BUDGET_TRIES = 4
 # Largest pipeline for which schedules with split backwards are tried.
@@ -62,7 +63,7 @@ class Change:
 
 @dataclass(frozen=True)
 class FittingChange:
-    """A change that makes a layout fit, and the plan of the step with it."""
+    """A change that makes a layout fit, with the plan of the changed step."""
 
     change: Change
     plan: StepPlan

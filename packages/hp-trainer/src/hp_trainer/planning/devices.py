@@ -242,7 +242,7 @@ def fit_products(products: Iterable[MeasuredProduct], memory_bandwidth: float) -
     """Return the fields of `Device` with which measured products of several shapes take the measured times."""
     fitted: dict[str, list[float]] = {}
     for dtype, every in _by_dtype(products).items():
-        # At least half of the time is that of the operations.
+        # Copies are at most half of the time, so that a bandwidth that is too low leaves a positive rest.
         seconds = [x.seconds - min(x.bytes / memory_bandwidth, x.seconds / 2) for x in every]
         fitted[dtype] = _fit([[1.0, x.flops] for x in every], seconds)
     rates = {dtype: 1 / each for dtype, (_, each) in fitted.items()}
@@ -275,16 +275,16 @@ def fit_blocks(blocks: Sequence[MeasuredBlock], memory_bandwidth: float) -> dict
 def _without_copies(
     blocks: Sequence[MeasuredBlock], memory_bandwidth: float, operation: float = 0.0, saved: float = 0.0
 ) -> list[float]:
-    """Return the seconds of blocks without copies of operands, single operations and copies of saved bytes.
+    """Return the seconds of each block less those of copies of operands, of single operations and of saved bytes.
 
     Args:
-        operation, saved: seconds of an operation, and of a saved byte.
+        operation, saved: seconds of an operation, and of a saved byte; 0: not subtracted.
     """
     found = []
     for each in blocks:
         work = each.work
         others = (work.operands + work.loss) / memory_bandwidth + operation * work.operations + saved * work.saved
-        # At least half of the time is that of the products, as in single products.
+        # As in `fit_products`.
         found.append(each.seconds - min(others, each.seconds / 2))
     return found
 
@@ -302,7 +302,7 @@ def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]
     found: dict[str, Any] = {"link_efficiency": 1.0} if every else {}
     for where, chosen in (("inner", [x for x in every if x.nodes == 1]), ("outer", [x for x in every if x.nodes > 1])):
         if chosen:
-            # Groups of one size do not tell what another rank adds.
+            # Groups of one size do not show what another rank adds.
             several = len({x.ranks for x in chosen}) > 1
             units = [[several * (x.ranks - 2), 1.0, x.bytes] for x in chosen]
             hop, latency, byte = _fit(units, [x.seconds for x in chosen])
@@ -319,10 +319,13 @@ def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]
 
 
 def _fit(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Return the seconds of a unit of each kind, none of them negative, with the least relative errors.
+    """Return the seconds of a unit of each kind, those with the least relative errors, and none of them negative.
+
+    Kinds whose seconds would be negative count as 0. The last kind is always positive.
 
     Args:
-        units: for each measurement the units of each kind. The last kind is the one that takes time in any case.
+        units: for each measurement, the number of units of each kind.
+        seconds: the time of each measurement.
     """
     rows = np.array(units, float) / np.array(seconds, float)[:, None]
     scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)

@@ -162,6 +162,7 @@ def _of_micro_batch(
     fresh, fresh_outer = (0.0, 0.0) if adds else (block.full_gradient, outer.full_gradient)
     gathered, at_loss = outer.full + block.full, 0.0
     if shape.config.parallel.reshard_after_forward is False:
+        # Forward leaves all blocks gathered, and backward frees one after the other.
         gathered = outer.full + np.cumsum(block.full[::-1])[::-1]
         at_loss = gathered[0] - outer.full if len(stage.layers) else 0.0
     elif stage.layers:
@@ -229,7 +230,7 @@ def _gathered_for_step(shape: StepShape, stage: StageBuffers) -> Iterator[tuple[
 
 
 def _in_flight(shape: StepShape, stage: StageBuffers, in_flight: InFlight) -> Iterator[tuple[str, _Held]]:
-    """Yield the moments of a backward, without full weights and accumulated gradients."""
+    """Yield the moments of a backward; the caller adds full weights and accumulated gradients."""
     held = _activations(shape, stage)
     heads = _other_heads(held, in_flight, stage)
     live, pending = in_flight.live, in_flight.pending
@@ -437,7 +438,10 @@ def _update_bytes(shape: StepShape, stage: StageBuffers) -> float:
 
 
 def _updated_share(shape: StepShape, stage: StageBuffers) -> float:
-    """Return the share of an offloaded state that an update has on the device: at most three consecutive buckets."""
+    """Return the share of an offloaded state that an update has on the device: at most three consecutive buckets.
+
+    One is copied to the device, one is updated and one is copied back.
+    """
     full, kinds = full_shapes(shape), stage.kinds.of_block[::-1]
     groups = [*(stage.dense[kind] for kind in kinds), stage.root, stage.tied, *(stage.experts[kind] for kind in kinds)]
     trained = [each for group in groups for buffer in group.buffers if buffer.trainable for each in buffer.parameters]

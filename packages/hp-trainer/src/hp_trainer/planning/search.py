@@ -57,8 +57,8 @@ class Ranking:
     def fastest(self, number: int | None = None) -> list[StepPlan]:
         """Return the fastest plan of each layout that fits, the fastest first; at most so many.
 
-        The time of a plan is computed in steps, each of which can only add to it. A plan that is slower than enough
-        others after one step is left there.
+        The time of a plan is computed in steps, each of which can only increase it. Later steps are skipped for plans
+        whose time already exceeds that of `number` others.
         """
         steps = ("computation", "time_without_idle", "time")
         plans = [(layout, plan) for layout, ways in enumerate(self.fitting) for plan in ways]
@@ -71,7 +71,7 @@ class Ranking:
             if step == len(steps):
                 found.setdefault(layout, plan)
             elif layout not in found:
-                # Times in steps and as a whole may differ in their last bit.
+                # A lower bound and the time itself may differ in their last bit.
                 seconds = getattr(plan, steps[step]).total * (1 if steps[step] == "time" else 1 - 1e-12)
                 heapq.heappush(queue, (seconds, step + 1, index))
         return list(found.values())
@@ -81,7 +81,7 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     """Plan every legal layout of a configuration's model and batch on so many ranks.
 
     A layout that does not fit is planned again with all blocks recomputed, with gradients reduced after each
-    micro-batch, and with both. Single degrees that are illegal are ruled out before layouts are checked as a whole, so
+    micro-batch, and with both. Single degrees that are illegal are ruled out before complete layouts are checked, so
     that the work grows with the number of legal layouts.
 
     Args:
@@ -196,7 +196,7 @@ class _Planner:
         return found
 
     def _least(self, dims: ParallelDims) -> float:
-        """Return a lower bound of a layout's memory: weights, their gradients and state, as if shared out equally."""
+        """Return a lower bound of a layout's memory: weights, their gradients and state, as if sharded evenly."""
         training = self._given.training
         if training.activation_budget is not None:
             return 0.0

@@ -452,7 +452,7 @@ def full_shapes(shape: StepShape) -> Mapping[str, tuple[int, ...]]:
 
 def _first_of_each_kind(shape: StepShape, layers: tuple[int, ...]) -> list[int]:
     """Return for each block the first block of the model whose groups differ from its own in names only."""
-    # Patterns of frozen names may tell blocks of one kind apart.
+    # Patterns of frozen names may distinguish blocks of one kind.
     if shape.config.training.freeze:
         return list(layers)
     kinds: dict[Hashable, int] = {}
@@ -478,9 +478,17 @@ def _interned(shape: StepShape, planned: ModelParameters) -> ModelParameters:
 def _kinds(
     shape: StepShape, rank: int, layers: tuple[int, ...], first: list[int], planned: ModelParameters
 ) -> BlockKinds:
+    """Group the blocks of a rank that have equal groups, and of which backward reaches all or none.
+
+    Args:
+        layers: the blocks of the rank.
+        first: for each of these, the first block of the model with equal groups.
+        planned: the parameters of the blocks in `first`.
+    """
     unreached = shape.model.unreached_blocks()
     if unreached is None:
         ends = (*planned.root, *planned.tied_embedding)
+        # The stages before this one are assumed to train something.
         trains = rank > 0 or any(each.name == "embed.weight" and each.trainable for each in ends)
         blocks = [(*planned.blocks[each], *planned.experts.get(each, ())) for each in first]
         trained = itertools.accumulate((any(x.trainable for x in each) for each in blocks), max, initial=trains)

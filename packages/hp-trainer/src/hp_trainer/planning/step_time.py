@@ -81,7 +81,7 @@ def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Ste
     again = count * cost.recomputed_attention_flops
     repeated = count * cost.recomputed_flops - again
     recomputation = repeated / rates.products + again / rates.attention
-    # Recomputation reads and writes what a forward does, a third of the whole.
+    # Recomputation reads and writes what a forward does, a third of the traffic of forward and backward.
     recomputation += rates.traffic / 3 * count * cost.recomputed_bytes / rates.memory
     busy, forward = products + recomputation + memory, (products + memory) / 3
     # Each byte of weights, gradients and state counts twice: it is read and written.

@@ -55,7 +55,7 @@ def _weights_and_gradients(shape: StepShape, stage: StageBuffers) -> Iterator[Tr
 
 
 def _counts(shape: StepShape, stage: StageBuffers) -> tuple[tuple[float, float], ...]:
-    """Return how often a step gathers, and reduces the gradients of: a block, the root, a tied embedding."""
+    """Return the numbers of gathers and of reductions in a step: of a block, the root group and a tied embedding."""
     number, parallel = float(shape.num_microbatches), shape.config.parallel
     never_resharded = parallel.reshard_after_forward is False
     reductions = number if parallel.reduce_gradients == "micro_batch" else 1.0

@@ -166,10 +166,12 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
 
 
 def _losses(options: Any, unmapped: list[str], read: ReadBox, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return what an exported model would lose of what this one computes outside of training.
+    """Describe the parts of this model's computation, outside of training, that the exported model would lack.
 
     Args:
         unmapped: parameters and buffers for which the architecture has no tensor.
+        read: reads a box of one of them.
+        shapes: their global shapes.
     """
     # Adapters are merged, and only training reads the state of a loss. A bias that never moved changes nothing.
     remaining = [name for name in unmapped if ".lora_" not in name and not name.endswith(_TRAINING_STATE)]

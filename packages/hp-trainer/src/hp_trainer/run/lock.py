@@ -164,7 +164,7 @@ class RunLock:
     def _create(self) -> bool:
         """Create the lock file atomically; return False if there is one already."""
         holder = Holder.this_process()
-        # Written completely and then linked: a hard link either creates the whole lock or fails, also on NFS.
+        # Written completely and then linked: a hard link either creates the complete lock or fails, also on NFS.
         mine = self._write_temporary(holder)
         try:
             link_new(mine, self.path)

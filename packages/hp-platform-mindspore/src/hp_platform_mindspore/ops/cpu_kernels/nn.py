@@ -37,6 +37,7 @@ def windows(x: Tensor, counts: Sizes, kernel: Sizes, steps: Sizes, gaps: Sizes) 
 
 
 def _counts(sizes: Sizes, kernel: Sizes, steps: Sizes, gaps: Sizes) -> Sizes:
+    """Return the number of windows in each dimension of an image that is padded already."""
     options = zip(sizes, kernel, steps, gaps, strict=True)
     return tuple((size - gap * (width - 1) - 1) // step + 1 for size, width, step, gap in options)
 
@@ -144,7 +145,7 @@ def _steps(stride: Any, kernel: Sizes) -> Sizes:
 def _covered(
     sizes: Sizes, kernel: Sizes, steps: Sizes, pads: Sizes, gaps: Sizes, ceil_mode: bool
 ) -> tuple[Sizes, list[tuple[int, int]]]:
-    """Return the number of windows in each dimension, and the padding that they need.
+    """Return the number of windows in each dimension, and the padding before and after that they need.
 
     With `ceil_mode` a last window may extend beyond the padded end, unless it would start there.
     """

@@ -58,7 +58,7 @@ def minimum(x: Any, y: Any) -> Tensor:
 
 
 def _of_nothing(kernel: Callable[..., Any], x: Any, y: Any) -> Tensor:
-    """Return the empty result of two operands, with their common shape and dtype."""
+    """Return the empty result of two operands, with the shape to which they broadcast and their common dtype."""
     operands = [t for t in (x, y) if isinstance(t, Tensor)]
     shape = np.broadcast_shapes(*(t.shape for t in operands))
     return marked_if_saving(kernel, (x, y), {}, filled(0, shape, *operands, dtype=result_dtype(kernel, x, y)))
