@@ -198,6 +198,15 @@ def test_squares_of_half_precision_do_not_overflow(platform, name):
     np.testing.assert_allclose(result.asnumpy().reshape(wanted.shape), wanted, rtol=2**-10, atol=2**-10)
 
 
+def test_sums_of_half_precision_do_not_stop(platform):
+    ones = Tensor(np.ones(5000, np.float16))
+    np.testing.assert_array_equal(platform.ops.cumsum(ones, 0).asnumpy(), np.arange(1, 5001).astype(np.float16))
+    logits, targets = Tensor(np.zeros((70000, 4), np.float16)), Tensor(np.zeros(70000, np.int64))
+    loss = platform.ops.cross_entropy(logits, targets)
+    assert loss.dtype == ms.float16
+    assert float(loss) == float(np.float16(np.log(4)))
+
+
 # Arguments -----------------------------------------------------------------------------------------------
 
 

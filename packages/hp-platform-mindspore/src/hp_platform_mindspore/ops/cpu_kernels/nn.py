@@ -413,8 +413,13 @@ _IGNORED = -100
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
     """Cross entropy of logits `[batch, classes, ...]` and class indices, or probabilities of the shape of the logits.
 
-    Targets of -100 are ignored: their loss is 0, and a mean is over the others.
+    Targets of -100 are ignored: their loss is 0, and a mean is over the others. Computed in float32 for half precision,
+    whose sums of losses overflow.
     """
+    return pointwise.cast(_cross_entropy(pointwise.widened(logits), targets, reduction), logits.dtype)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
     likelihood = log_softmax(logits, 1)
     if targets.ndim == logits.ndim:
         return _reduced(-reductions.total(pointwise.mul(likelihood, targets), 1), reduction)

@@ -153,7 +153,8 @@ def cumsum(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     # As torch: `ops.cumsum` adds up integers in their own dtype, where sums overflow, and refuses booleans.
     dtype = result_dtype(mint.sum, x) if dtype is None else dtype
     x = x if dtype is None else pointwise.cast(x, dtype)
-    return ops.cumsum(x, dim) if x.size else pointwise.clone(x)
+    # Added up in float32: sums of ones in float16 stop at 2048.
+    return pointwise.cast(ops.cumsum(pointwise.widened(x), dim), x.dtype) if x.size else pointwise.clone(x)
 
 
 def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:

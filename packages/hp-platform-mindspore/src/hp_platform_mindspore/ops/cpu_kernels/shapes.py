@@ -134,7 +134,7 @@ def tile(x: Tensor, *repeats: Any) -> Tensor:
 
 
 def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    """Write the last dimension on the diagonals of matrices, whose rows and columns become dimensions `dim1`, `dim2`."""
+    """Write the last dimension on the diagonals of matrices, whose rows and columns become `dim1` and `dim2`."""
     length = x.shape[-1]
     size = length + abs(offset)
     # Off the diagonal all indices point to the zero appended below.
