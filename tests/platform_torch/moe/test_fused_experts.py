@@ -49,6 +49,7 @@ def test_the_layer_uses_them_and_recomputes_the_same_bits(results):
 def test_a_wrong_compiler_is_found_at_the_first_use_and_told_once(results):
     check = results["check"]
     assert check["error"] < 1e-6
+    assert check["in autocast"]
     assert check["passes"] == [False, False]
     (warning,) = check["warnings"]
     assert "failed their check on cpu for experts of dim 24, hidden_dim 16 in torch.float32" in warning

@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.platform.interface import Platform
@@ -177,7 +179,7 @@ class _FusedExperts(torch.autograd.Function):
         scores = None if scores is None else scores.contiguous()
         # One schedule for all kernels over tiles of rows, in forward and backward.
         schedule = problem.schedule()
-        pre, act = _gate_up(problem, schedule, x, scores, w1, w3, problem.saves)
+        pre, act = _gate_up(problem, schedule, x, scores, w1, w3)
         y = _down(problem, schedule, act, w2)
         ctx.problem, ctx.schedule = problem, schedule
         ctx.save_for_backward(x, scores, w1, w2, w3, pre)
@@ -228,12 +230,11 @@ def _gate_up(
     scores: torch.Tensor | None,
     w1: torch.Tensor,
     w3: torch.Tensor,
-    keep: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the products before the activation, `[rows, 2 * hidden_dim]`, if they are saved, and the activation."""
     (_, width, dim), tile = w1.shape, problem.tiles.gate_up
     act = x.new_empty((problem.order.num_rows, width))
-    pre = x.new_empty((problem.order.num_rows, 2 * width)) if keep else None
+    pre = x.new_empty((problem.order.num_rows, 2 * width)) if problem.saves else None
     grid = _programs(x, tile, schedule.max_tiles * triton.cdiv(width, tile.columns))
     gate_up_kernel[grid](
         x,
@@ -249,7 +250,7 @@ def _gate_up(
         I=width,
         SLOTS=problem.order.num_slots,
         SCORE=problem.score,
-        KEEP=keep,
+        SAVES=problem.saves,
         PRECISION=_precision(x),
         **tile.options(),
     )
@@ -454,7 +455,7 @@ def _applies(x: torch.Tensor, permutation: TokenPermutation, weights: tuple[torc
 
 
 def _passes(kind: Kind, platform: Platform) -> bool:
-    """Return whether the kernels of this kind are correct, by a check on a small layer at the first call."""
+    """Return the result of `_check`, which runs at the first call for this kind."""
     if kind not in _passed:
         if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # The check synchronizes with the device, which is an error while a CUDA graph is captured. The result is
@@ -465,9 +466,17 @@ def _passes(kind: Kind, platform: Platform) -> bool:
 
 
 def _check(kind: Kind, platform: Platform) -> bool:
+    """Return True if the kernels agree with plain products on a small layer; otherwise warn."""
     try:
-        # The caller may be in evaluation, but the check compares gradients.
-        with torch.inference_mode(False), torch.enable_grad():
+        # Apart from the caller: the check needs gradients in evaluation too. The hooks and modes of a checkpoint would
+        # record its tensors and products, which recomputation does not repeat. Autocast would round the reference.
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda x: x, lambda x: x),
+            _disable_current_modes(),
+            torch.autocast(kind.device.type, enabled=False),
+        ):
             error = largest_error(kind, platform)
     except Exception as failure:  # compilers and drivers raise errors of any class
         reason = f"{type(failure).__name__}: {failure}"

@@ -92,7 +92,7 @@ def gate_up_kernel(
     I: tl.constexpr,
     SLOTS: tl.constexpr,
     SCORE: tl.constexpr,
-    KEEP: tl.constexpr,
+    SAVES: tl.constexpr,
     PRECISION: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -100,7 +100,7 @@ def gate_up_kernel(
     GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):
-    """Compute `pre[r] = (w1 @ x[token], w3 @ x[token])`, stored if KEEP, and `act[r] = silu(gate) * up`."""
+    """Compute `pre[r] = (w1 @ x[token], w3 @ x[token])`, stored if SAVES, and `act[r] = silu(gate) * up`."""
     num_m, num_n = tl.load(num_tiles), tl.cdiv(I, BN)
     # `num_tiles` is read on the device: the grid covers an upper bound, and surplus programs do nothing.
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
@@ -126,7 +126,7 @@ def gate_up_kernel(
         out = is_row[:, None] & (column < I)[None, :]
         # Offsets of elements may exceed 2**31.
         wide = row.to(tl.int64)[:, None]
-        if KEEP:
+        if SAVES:
             tl.store(pre + wide * (2 * I) + column[None, :], gate.to(pre.dtype.element_ty), mask=out)
             tl.store(pre + wide * (2 * I) + I + column[None, :], up.to(pre.dtype.element_ty), mask=out)
         if SCORE == 2:
