@@ -286,6 +286,20 @@ def test_a_recorded_step_is_replayed_with_other_weights(platform, tmp_path, reco
     assert model[0].router.tapes == []
 
 
+def test_a_failed_save_leaves_the_earlier_record(tmp_path, monkeypatch):
+    path = tmp_path / "routing.npz"
+    RoutingRecord({"": [numpy.array([[3, 1]])]}).save(path)
+
+    def fails(file, **arrays):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(numpy, "savez", fails)
+    with pytest.raises(OSError, match="disk full"):
+        RoutingRecord({"": [numpy.array([[0, 2]])]}).save(path)
+    assert RoutingRecord.load(path).calls[""][0].tolist() == [[3, 1]]
+
+
 def test_what_was_not_recorded_cannot_be_replayed(platform):
     layer, x = built(platform), batch(platform)
     with record_routing(layer) as record:

@@ -41,8 +41,11 @@ class RoutingRecord:
         arrays: dict[str, Any] = {
             f"{name}/{at}": experts for name, calls in self.calls.items() for at, experts in enumerate(calls)
         }
-        with Path(path).open("wb") as file:
+        # A file of this name is replaced only by a complete one.
+        draft = Path(f"{path}.draft")
+        with draft.open("wb") as file:
             numpy.savez(file, **arrays)
+        draft.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingRecord:
