@@ -273,7 +273,7 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_op_type(self, op: str, *, recurse: bool = True) -> None:
-        """Reduce gradients to their mean ("avg", the default) or sum ("sum") over the data-parallel ranks."""
+        """Reduce gradients to their mean ("avg", the default) or sum ("sum"). Resets `set_gradient_divide_factor`."""
         if op not in ("avg", "sum"):
             raise FullyShardError(f"set_reduce_op_type: expected 'avg' or 'sum', got {op!r}")
         for group in self._groups(recurse):
@@ -455,7 +455,8 @@ def with_methods(cls: type, mixin: type | None = None) -> type:
     namespace["__new__"] = lambda new_class, *args, **kwargs: original_class(new_class)(*args, **kwargs)
     if callable(getattr(cls, "save_pretrained", None)):
         namespace["save_pretrained"] = _sharded_save_pretrained(cls)
-    # The mixin comes first, so that its `__call__` and `state_dict` wrap those of the module.
+    # The mixin comes first, so that its `__call__` and `state_dict` wrap those of the module. The name starts with FSDP
+    # or HSDP.
     return type(f"{mixin.__name__[:4]}{cls.__name__}", (mixin, cls), namespace)
 
 

@@ -204,7 +204,7 @@ def copy_into(platform: Platform, target: Tensor, value: Tensor) -> None:
 
 
 def regather(groups: Collection[ParameterGroup]) -> None:
-    """Fill the full parameters of groups that are unsharded now again, because their shards have changed."""
+    """Gather the full parameters of unsharded groups again, because their shards have changed."""
     for group in groups:
         # Retained parts hold the old values.
         if group.state is GroupState.SHARDED_AFTER_FORWARD:

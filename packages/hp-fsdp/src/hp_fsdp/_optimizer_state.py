@@ -165,7 +165,7 @@ class GroupedOptimizerView:
         parameters, present = self._parameters(), self.slots()
         state = {self._first.get(name, name): slots for name, slots in state_dict.get("state", {}).items()}
         saved_names = [name for group in state_dict.get("param_groups", ()) for name in group["params"]]
-        saved = [self._first.get(name, name) for name in saved_names]
+        saved = dict.fromkeys(self._first.get(name, name) for name in saved_names)
         problems = _state.Problems(
             [name for name in parameters if name not in saved],
             [name for name in dict.fromkeys((*saved, *state)) if name not in parameters],
@@ -295,13 +295,14 @@ class GroupedOptimizerView:
         ]
 
     def load(self, state_dict: Mapping[str, Any], values: Named) -> None:
-        indices = {name: index for index, name in enumerate(self._parameters())}
+        parameters = self._parameters()
+        indices = {name: index for index, name in enumerate(parameters)}
         state: dict[int, Named] = {}
         for name, slots in state_dict.get("state", {}).items():
             name = self._first.get(name, name)
             if name in indices:
-                parameter = self._parameters()[name]
-                state[indices[name]] = {slot: self._placed(values[f"{name}.{slot}"], parameter) for slot in slots}
+                placed = {slot: self._placed(values[f"{name}.{slot}"], parameters[name]) for slot in slots}
+                state[indices[name]] = placed
         groups = []
         for group in self._optimizer.param_groups:
             names = [self._named[id(p)] for p in group["params"]]

@@ -44,7 +44,7 @@ class GatherExtension(ABC):
 
     @abstractmethod
     def split(self, num_shards: int, index: int) -> None:
-        """Make the weight of shard `index` of `num_shards`, whose values `inputs` will set."""
+        """Prepare for shard `index` of `num_shards`. Called once, before the first `inputs`."""
 
     @abstractmethod
     def inputs(self, shard: Tensor, mesh: Any, module: Any, mp_policy: Any) -> list[Tensor]:
@@ -74,7 +74,7 @@ class ParameterStorage(ABC):
     """Flat buffers, views of them, and autograd nodes over them, on one platform.
 
     A *buffer* is a plain 1-D tensor that owns its memory. Autograd records nothing of these methods, except where
-    a docstring says so. With the defaults memory is never freed: parameters are sharded, but each rank also keeps the
+    a docstring says so. With the defaults memory is never freed: parameters are sharded, but each rank also holds the
     buffers of the unsharded ones. A platform that frees overrides `release`, `refill` and `held_bytes`.
 
     Attributes:

@@ -482,6 +482,7 @@ class ExpertHooks:
         self.partial_mesh = partial_mesh
         self.module = module
         self.dispatcher = dispatcher or LocalDispatcher(platform)
+        # Stacks, with one entry for each running call: the forward of a module may call the module itself.
         self.calls: list[Call] = []
         self.weights: list[dict[str, Tensor]] = []
 

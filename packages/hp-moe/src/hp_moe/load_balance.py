@@ -11,6 +11,8 @@ import numpy
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.deprecation import deprecated
+from hp_dtensor.parallel import nn
+from hp_dtensor.platform.selection import get_platform
 from hp_moe.dispatch import ReplicatingDispatcher
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.experts import dispatcher_of
@@ -85,11 +87,8 @@ def moe_layers(model: Any) -> dict[str, MoE]:
         >>> [*moe_layers(model)]
         ['1']
     """
-    from hp_dtensor.parallel.nn import Module
-    from hp_dtensor.platform.selection import get_platform
-
     # hp_dtensor modules carry their platform; for modules of a framework the default one is used.
-    platform = model.platform if isinstance(model, Module) else get_platform()
+    platform = model.platform if isinstance(model, nn.Module) else get_platform()
     layers = {name: layer for name, layer in platform.named_modules(model) if isinstance(layer, MoE)}
     for name, layer in layers.items():
         layer.name = layer.name or name

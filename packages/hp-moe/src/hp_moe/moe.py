@@ -398,7 +398,7 @@ class MoE(nn.Module):
         self._check_gate(region.num_ranks)
         # Tokens of all leading dimensions in one: the router and the experts work on `[tokens, dim]`.
         rows = self.ops.reshape(region.rows, (math.prod(region.rows.shape[:-1]), self.dim))
-        rows = pass_on(region.rows, rows)
+        rows = pass_on(region.rows, rows)  # the gate and fused experts then save the shard, see `reshard_after_forward`
         dispatcher = dispatcher_of(self.experts, self.platform)
         with reported_faults(dispatcher, self.platform, x):
             valid_ids, fault = self._validated_ids(None if ids is None else self._per_row(ids, region), rows)

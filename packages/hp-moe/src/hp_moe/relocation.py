@@ -40,7 +40,7 @@ def move_experts(
 
     Pairs of experts are swapped, with their rows of weights, gradients and optimizer states. This costs one exchange,
     and the results of later steps differ only by rounding. A copy of an expert, in contrast, shares its load but costs
-    a transfer of its weights in every step. Moving removes all copies; call `place_copies_of_experts` afterwards.
+    a transfer of its weights in every step. Moving removes all copies; call `update_expert_copies` afterwards.
 
     Call it between steps with the result of `update_expert_bias`. Every rank computes the same placement, including
     ranks of other expert groups that shard or replicate the same weights. Parameters keep their names and shapes, but

@@ -210,6 +210,7 @@ class Tape:
         return experts
 
     def check_end(self) -> None:
+        """Raise `ExpertParallelError` if calls are left to replay."""
         if self.replays and self.position != len(self.calls):
             raise ExpertParallelError(
                 f"{self._layer}: {len(self.calls)} calls were recorded, but only {self.position} were replayed"
@@ -359,8 +360,8 @@ class TokenChoiceTopKRouter(nn.Module):
                 `expert_choice`. None: the tokens are one sequence.
 
         Returns:
-            top_scores: float32 `[tokens, top_k]`, best first, differentiable. For `expert_choice` the scores of all
-                experts in order, `[tokens, num_experts]`.
+            top_scores: float32 `[tokens, top_k]`, those of `selected_experts`, differentiable. For `expert_choice` the
+                scores of all experts in order, `[tokens, num_experts]`.
             selected_experts: int64 of the same shape; `num_experts` where an expert has not selected the token.
             num_tokens_per_expert: int64 `[num_experts]`.
 
@@ -476,7 +477,7 @@ class TokenChoiceTopKRouter(nn.Module):
         bias = None if bias is None else ops.cast(bias, float32)
         if x.dtype != float32:
             x = pass_on(x, ops.cast(x, float32), lambda gathered: ops.cast(gathered, float32))
-        # With three dimensions: where a framework saves copies, a saved shard knows its input by them.
+        # With three dimensions: where a framework saves copies, `saving_shard` recognizes that of `x` by them.
         rows = pass_on(x, ops.unsqueeze(x, 0))
         return ops.squeeze(saving_shard(ops.linear)(rows, ops.cast(weight, float32), bias), 0)
 

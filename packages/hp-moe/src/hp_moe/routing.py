@@ -218,7 +218,7 @@ def fault_code(rank: int, kind: int = _BAD_INPUTS) -> int:
 
 @contextlib.contextmanager
 def reported_faults(dispatcher: Any, platform: Platform, x: Tensor) -> Iterator[None]:
-    """Report an error raised in this context to the ranks that a dispatcher exchanges tokens with."""
+    """Report an error raised in this context to the ranks of a dispatcher, by a message on the device of `x`."""
     try:
         yield
     except ExpertParallelError:

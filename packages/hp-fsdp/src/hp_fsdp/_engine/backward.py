@@ -315,7 +315,7 @@ class BackwardSchedule:
             group.reshard()
 
     def _is_computing(self, group: ParameterGroup) -> bool:
-        """Return True if this backward runs inside of a forward of the group, as that of a force field."""
+        """Return True if this backward runs inside of a forward of the group, which may differentiate its output."""
         return group.in_forward and (self._context.root_module is not None or bool(group.forward_depth))
 
     # The end of a backward -------------------------------------------------------------------------------

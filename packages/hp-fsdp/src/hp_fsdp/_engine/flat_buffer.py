@@ -255,7 +255,7 @@ class FlatBuffer:
 
     @property
     def full_versions(self) -> list[int]:
-        """The version counters that belong to the values in the full buffer."""
+        """Version counters that the sharded parameters had with the values that the full buffer holds."""
         # Where the shard is the full buffer nothing was copied that could be out of date.
         return self.versions.now() if self.full_is_shard else self.versions.at_gather
 
@@ -313,7 +313,7 @@ class FlatBuffer:
             return any(parameter.sharded.dtype != self.dtype for parameter in self.parameters)
 
     def convert(self) -> list[str]:
-        """Convert the buffer to a new dtype of all its parameters, if there is one; return why that is not possible."""
+        """Convert the buffer if all its parameters have another dtype now. Return the reasons why it cannot be."""
         dtype = self.new_dtype
         if dtype is None:
             return []
@@ -351,7 +351,7 @@ class FlatBuffer:
         self._free_full()
 
     def copy_moved(self) -> list[str]:
-        """Copy the data of moved parameters into the shard; return why that is not possible.
+        """Copy the data of moved parameters into the shard. Return the reasons why it cannot be.
 
         `Module.to`, `to_empty` and the like give parameters new memory. The copy makes them views of the shard again.
         """
@@ -454,7 +454,7 @@ class Gathering:
             self._storage.release(self._buffer.full)
 
     def reshard_to(self, num_ranks: int) -> None:
-        """Free the full buffer, but keep it sharded over each `num_ranks` consecutive ranks."""
+        """Free the full buffer, but retain 1/`num_ranks` of it, which `num_ranks` consecutive ranks gather again."""
         buffer, part = self._buffer, None
         if buffer.layout.num_shards > 1:
             numel = buffer.layout.numel // num_ranks
@@ -524,8 +524,8 @@ class BufferGradients:
         unreduced_indices: the parameters that have gradients in `unreduced`.
         partial_shard: a reduced shard that is pending for another reduction: for later micro-batches (ZeRO-2), or for
             the replicate axis. None: there is none.
-        partial_indices: the parameters that have gradients in `partial_shard`, or in a running reduction that ends
-            there.
+        partial_indices: the parameters that have gradients in `partial_shard`, or in a running reduction that will be
+            added to it.
         deferred: reduced gradients that are stored apart from their parameters.
     """
 
@@ -590,7 +590,7 @@ class BufferGradients:
             raise self._irreducible(parameter, self._sparse(grad) or error) from error
 
     def _sparse(self, grad: Tensor) -> str:
-        """Return what is wrong with a gradient that is not dense, with the way out; empty for a dense one."""
+        """Return the problem of a gradient that is not dense, for an error. Empty for a dense one."""
         try:
             self._platform.check_dense(grad)
         except CapabilityError as error:
@@ -650,7 +650,7 @@ class BufferGradients:
         """Start to copy a reduced shard to the device where the gradients are stored.
 
         Args:
-            used: the parameters that get a gradient. Until the returned function is called, ranks have exchanged them.
+            used: the parameters that get a gradient. Ranks must exchange them before the returned function is called.
 
         Returns:
             A function that waits for the copy and sets views of the shard as the parameters' gradients.

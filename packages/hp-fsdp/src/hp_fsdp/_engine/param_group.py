@@ -208,7 +208,7 @@ class ParameterGroup:
 
     @property
     def num_conversions(self) -> int:
-        """Number of times that parameters have been converted to another dtype, of which the buffers know."""
+        """Number of conversions of its buffers to another dtype."""
         return sum(buffer.versions.num_conversions for buffer in self.buffers)
 
     @property
@@ -273,7 +273,7 @@ class ParameterGroup:
             self.unsharded_after_forward = False
 
     def reshard_to(self, num_ranks: int) -> None:
-        """Free the full parameters, but keep them sharded over each `num_ranks` consecutive ranks for the backward."""
+        """Free the full parameters, but retain 1/`num_ranks` of them; see `Gathering.reshard_to`."""
         self._check_unused()
         if self.state is GroupState.UNSHARDED:
             for buffer in self.buffers:
@@ -283,7 +283,7 @@ class ParameterGroup:
     def reshard_outdated(self) -> None:
         """Free full parameters that were gathered before an operation has written the shards.
 
-        This decides without communication, so every rank must have written them.
+        Ranks do not communicate about it, so every rank must have written its shard.
         """
         if self.state is not GroupState.SHARDED and any(buffer.is_outdated for buffer in self.buffers):
             self.use_sharded()
@@ -299,6 +299,7 @@ class ParameterGroup:
                 buffer.gathering.wait()
 
     def _check_unused(self) -> None:
+        # Its modules would go on to compute with released memory.
         if self.uses_unsharded:
             raise FSDPStateError(
                 f"{self.where}: reshard() in state {self.state.value!r} while its modules hold the "

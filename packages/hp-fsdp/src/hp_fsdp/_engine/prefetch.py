@@ -61,7 +61,7 @@ class ForwardPass:
         self.events.setdefault(Event(group, is_end=False), None)
 
     def add_use(self, group: ParameterGroup, use: ParameterUse) -> None:
-        """Record that the autograd nodes of a group are made here. Earlier forwards of it may have had no nodes."""
+        """Record a use whose autograd nodes are made now. The start event moves here: earlier forwards had no nodes."""
         self.uses.append(use)
         self._move_last(Event(group, is_end=False), use)
 
@@ -74,7 +74,7 @@ class ForwardPass:
         self._move_last(Event(group, is_end=True), None)
 
     def is_converted(self, group: ParameterGroup) -> bool:
-        """Return True if parameters of the group were converted to another dtype since, so that backward cannot run."""
+        """Return True if the group was converted to another dtype since its forward, so that backward cannot run."""
         # Buffers are converted by the next forward, which frees the memory of which autograd has saved views. Until
         # then frozen parameters still have it, but the gradients of trainable ones no longer fit them.
         use = self.events.get(Event(group, is_end=False))

@@ -213,7 +213,7 @@ class Reducer:
 
 
 def _split_divisor(divisor: float, buffer: FlatBuffer) -> tuple[float, float]:
-    """Return the factors of a divisor that apply before and after the reduction."""
+    """Split a divisor into the numbers by which to divide before and after the reduction."""
     if divisor <= 1.0 or buffer.platform.dtype_name(buffer.reduce_dtype) != "float16":
         return 1.0, divisor
     # In float16 the undivided sum over many ranks overflows, and small gradients vanish if divided first. So each half

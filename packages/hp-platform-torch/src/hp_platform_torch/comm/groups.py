@@ -95,10 +95,10 @@ class Exchange:
 
 
 class Arrival:
-    """A large message between ranks of one host: gloo receives the message, or instead of it its place in memory.
+    """A large message between ranks of one host: gloo receives either the message or a note of its place in memory.
 
-    Which one is the sender's choice, so one receive, which starts at once, takes both: a sender whose message has no
-    place would otherwise wait until this rank waits.
+    The sender chooses. One receive, started at once, takes both: a sender without room in memory would otherwise wait
+    until this rank waits.
     """
 
     def __init__(self, gloo: Any, x: Tensor, source: int, memory: SharedMemory, peer: int) -> None:
@@ -448,7 +448,7 @@ def _process_group_around(backend: dist.Backend, device_type: str, rank: int, si
 
 @functools.cache
 def _alone() -> dist.ProcessGroup:
-    """Return a group of this rank alone. Dispatch modes see its collectives where shards are sent as messages.
+    """Return a group of this rank alone, by whose collectives dispatch modes see those that are sent as messages.
 
     A mode may exist on one rank only, so what the ranks send to each other must not depend on modes.
     """

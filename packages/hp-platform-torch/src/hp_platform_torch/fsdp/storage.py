@@ -373,6 +373,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
         with NoGrad(), LocalOperations():
             ctx.complete(grads)
+        # The previous node runs without a gradient of its token too: autograd counts edges, not gradients.
         return None, None, None
 
 

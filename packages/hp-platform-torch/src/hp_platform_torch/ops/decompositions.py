@@ -564,6 +564,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: 
     """Run torch's attention, even on a rank without heads: torch 2.11's fused kernel divides by their number."""
     if query.numel():
         return local_attention(query, key, value, *args, **kwargs)
+    # With `enable_gqa` torch divides by the number of key-value heads, which is 0 too.
     if query.shape[-3:-2] == (0,):
         kwargs = {**kwargs, "enable_gqa": False}
     # The composed form accepts empty operands.

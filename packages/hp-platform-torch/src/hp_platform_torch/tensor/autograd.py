@@ -25,10 +25,10 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def is_for_parameters() -> bool:
-    """Return True if the running backward leaves out no node behind this one, as a call without `inputs=` does.
+    """Return True if the running backward runs all nodes that follow the current one, as without `inputs=`.
 
-    Called by a hook or node of that backward. `inputs=` of all leaves count as none. The walk visits each node of the
-    graph behind this one, in a nested backward or one with inputs alone.
+    Called by a hook or node of that backward. True too if `inputs=` lists every leaf. A backward with inputs, or one
+    nested in it, walks over all nodes that follow.
     """
     node = torch._C._current_autograd_node()
     following = [child for child, _ in node.next_functions if child is not None]
@@ -49,7 +49,7 @@ def is_for_parameters() -> bool:
 
 
 def needs_first_operand() -> bool:
-    """Return False if the running node is a product that does not compute the gradient of its last operand."""
+    """Return False if the running node is a matrix product that needs no gradient of its last operand."""
     node = torch._C._current_autograd_node()
     if node is None or node.name() not in ("MmBackward0", "AddmmBackward0"):
         return True
@@ -309,7 +309,8 @@ class _Graph:
 
 
 def _finish(apart: Sums, forks: list[_Fork], at_forks: list[Tensor | None], graph: Sequence[GradientEdge]) -> None:
-    """Compute the gradients of the branches, then run one backward over all; `graph` keeps their nodes alive."""
+    """Run one backward from the gradients `apart` and those of the forks' branches; `graph` keeps nodes alive."""
+    # From the end of both lists, so that each gradient at a fork is freed after its use.
     while forks:
         fork = forks.pop()
         own = [at_forks.pop() for _ in fork.edges][::-1]

@@ -90,8 +90,8 @@ def update(platform: Platform, model: Any) -> None:
 
 
 def full(platform: Platform, x: Tensor) -> np.ndarray:
-    whole = x.full_tensor() if isinstance(x, DTensor) else x
-    return np.array(platform.to_numpy(platform.detach(whole)), np.float32)
+    unsharded = x.full_tensor() if isinstance(x, DTensor) else x
+    return np.array(platform.to_numpy(platform.detach(unsharded)), np.float32)
 
 
 def reference(platform: Platform, num_ranks: int, micros: int = 1) -> dict[str, np.ndarray]:
@@ -142,7 +142,7 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "default": ((2,), {}),
     "uneven": ((3,), {}),
     "more ranks than rows": ((6,), {}),
-    "kept gathered": ((2,), {"reshard_after_forward": False}),
+    "retained after forward": ((2,), {"reshard_after_forward": False}),
     "replicas": ((2, 2), {}),
     "offloaded": ((2,), {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
 }
