@@ -397,6 +397,19 @@ def test_the_listed_placements_come_before_the_rule(hp_platform: Platform) -> No
         np.testing.assert_array_equal(grad_w, ROWS.sum(0))
 
 
+def test_a_later_registration_replaces_cached_plans(hp_platform: Platform) -> None:
+    def program() -> tuple[Any, ...]:
+        mesh = DeviceMesh("cpu", (1,), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(ROWS.copy()), mesh, [S0])
+        found = [hp_platform.ops.mul(x, x).placements]
+        for placement in (S1, R):
+            register_sharding("mul")(lambda *args, p=placement: [([p], [p, p])])
+            found.append(hp_platform.ops.mul(x, x).placements)
+        return tuple(found)
+
+    assert run_ranks(program, 1, hp_platform) == [((S0,), (S1,), (R,))]
+
+
 WRONG: dict[str, tuple[Any, str]] = {
     "nothing fits": ([([S0], [Shard(2), R])], "none of the 1 registered shardings fits"),
     "no argument": ([([S0], [S0])], "has no placement for argument 1"),

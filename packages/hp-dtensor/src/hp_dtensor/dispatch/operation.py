@@ -201,6 +201,8 @@ def register_sharding_function(name: str, function: ShardingFunction) -> None:
     """Let `function` list the shardings of an operation, whether or not the operation has a rule."""
     _sharding_functions[name] = function
 
+    # Plans of earlier calls follow the rule, or a function registered before.
+    plans_of(name).clear()
 
 def registered_sharding(name: str) -> ShardingFunction | None:
     """Return the function that was registered for an operation, or None."""
