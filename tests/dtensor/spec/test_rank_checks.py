@@ -23,6 +23,7 @@ from hp_dtensor import (
     get_platform,
     implicit_replication,
     record_collectives,
+    replicate_like,
     zeros,
 )
 from hp_dtensor.exceptions import LaunchError, MixedOperandsError, PlacementError, RankMismatchError, ShardShapeError
@@ -99,6 +100,17 @@ def test_partial_values_may_differ(hp_platform: Platform) -> None:
         return hp_platform.to_numpy(reduced.to_local()).tolist()
 
     assert run_ranks(made, 3, hp_platform) == [[3.0, 6.0]] * 3
+
+
+def test_a_rank_outside_the_mesh_has_no_shard_to_check(hp_platform: Platform) -> None:
+    def made() -> list[tuple[int, ...]]:
+        mesh, local = _mesh(hp_platform, 2), _numbers(hp_platform, 2, 3)
+        checked = from_local(local, mesh, (Shard(0),), run_check=True)
+        with check_mode():
+            like = replicate_like(local, checked)
+        return [tuple(checked.shape), *(hp_platform.local_shape(x) for x in (checked, like))]
+
+    assert run_ranks(made, 3, hp_platform) == [[(4, 3), (2, 3), (2, 3)]] * 2 + [[(4, 3), (0, 0), (0, 0)]]
 
 
 # Check mode ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.exceptions import PlacementError, RankMismatchError, ShardShapeError
+from hp_dtensor.exceptions import RankMismatchError, ShardShapeError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Placement, RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, describe, normalize_placements
@@ -198,12 +198,12 @@ def global_shape(
     Args:
         shape: the expected global shape; None: computed from the shards, which may be uneven.
 
+        local: the shard of this rank, which is in the mesh.
     Raises:
         ShardShapeError: shards do not fit. Names their ranks.
         RankMismatchError: replicas or dtypes differ. Names the ranks.
+        PlacementError: the placements do not fit.
     """
-    if mesh.get_coordinate() is None:
-        raise PlacementError(f"rank {mesh.world.rank} is outside mesh {mesh.describe()} and has no shard to check")
     placements = normalize_placements(mesh, placements, len(local.shape))
     shards = _shards(local, mesh)
     full = tuple(shape) if shape is not None else _summed(shards[mesh.get_coordinate() or ()], shards, placements)

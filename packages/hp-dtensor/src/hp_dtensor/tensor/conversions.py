@@ -174,8 +174,8 @@ def from_local(
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
     platform = device_mesh.platform
     global_shape = None if shape is None else _integers(shape)
-    # A collective: all ranks of the mesh make it or none.
-    if run_check or rank_checks.is_checking():
+    # A collective: all ranks of the mesh make it or none. A rank outside the mesh has no shard to check.
+    if (run_check or rank_checks.is_checking()) and device_mesh.get_coordinate() is not None:
         placements = normalize_placements(device_mesh, given, len(local.shape))
         global_shape = rank_checks.global_shape(local, device_mesh, placements, global_shape)
     try:
