@@ -7,13 +7,15 @@ import itertools
 import sys
 import threading
 import tracemalloc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
+from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, local_map
 from hp_dtensor.dispatch import operation
+from hp_dtensor.optim import at_owners
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import planner
 from hp_dtensor.spec import tensor_spec as spec
@@ -95,6 +97,26 @@ def test_specs_of_converted_shards_are_looked_up_and_forgotten(hp_platform: Plat
     assert (found.hits, found.misses, found.maxsize is None) == (2, 4, False)  # of both ranks, each with its own mesh
     operation.forget_plans()
     assert spec_of_shard.cache_info().currsize == 0, "a world that was left must not be kept alive"
+
+
+_unchanged = local_map(lambda x: x, (Shard(0),))
+
+
+def _used_world(platform: Platform) -> weakref.ref[Any]:
+    mesh = DeviceMesh("cpu", (2,), platform=platform)
+    x = distribute_tensor(platform.from_numpy(np.ones((4, 2), np.float32)), mesh, (Shard(0),))
+    x.redistribute(DeviceMesh("cpu", (2, 1), platform=platform), (Shard(1), Replicate()))
+    at_owners([platform.unwrap(x)], [x.spec], lambda full: full)
+    _unchanged(x)
+    return weakref.ref(mesh.world)
+
+
+@pytest.mark.usefixtures("torch_suffices")
+def test_the_caches_of_a_job_do_not_keep_its_world(hp_platform: Platform) -> None:
+    worlds = run_ranks(_used_world, 2, hp_platform, hp_platform)
+    operation.forget_plans()
+    gc.collect()
+    assert [world() for world in worlds] == [None, None]
 
 
 def test_every_cache_of_the_planner_has_a_limit() -> None:

@@ -8,12 +8,11 @@ back in another.
 
 Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) updates the momentum on local shards and orthogonalises
 it at the owners, so sharded training equals training on a single device bit for bit. A parameter with more dimensions,
-such as the weights of experts, is a stack of matrices. Ranks that hold complete matrices compute them locally.
+such as the weights of experts, is a stack of matrices. If its matrices are not sharded, each rank computes its own.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import defaultdict
@@ -28,7 +27,7 @@ from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import MeshError, PlacementError, RankMismatchError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.spec.tensor_spec import TensorSpec
+from hp_dtensor.spec.tensor_spec import TensorSpec, cached_by_spec
 from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 
@@ -52,15 +51,17 @@ def clip_grad_norm_(
 
     Args:
         norm_type: 2 or infinity.
-        copies_over: the mesh (seen from this rank) of the ranks with the same parameters, if other ranks have different
-            ones, such as the ranks of one pipeline stage; default: all ranks.
+        platform: default: that of a DTensor among the parameters, else the selected one.
+        copies_over: the mesh of the ranks that hold the same parameters as this rank, such as the ranks of its pipeline
+            stage; default: all ranks.
         not_counted: those of `parameters` that other ranks count, such as copies of tied weights. They are scaled too.
 
     Returns:
         The total norm, a plain 0-d float32 tensor, equal on every rank.
 
     Raises:
-        MeshError: the size of a parameter's mesh does not divide the number of those ranks, or this rank is outside it.
+        MeshError: the size of a parameter's mesh does not divide the number of ranks with the same parameters, or this
+            rank is outside that mesh.
         RankMismatchError: without `copies_over`, ranks have gradients of different shapes, which would be counted
             wrongly. On an asynchronous device the norm is NaN instead, because reading the result would synchronize.
 
@@ -111,7 +112,7 @@ def total_norm(
 
 
 def _check_tiling(tensors: Iterable[Tensor], holders: int, world: World) -> None:
-    """Check that the size of each mesh divides the number of ranks with the same parameters."""
+    """Check that the size of each mesh divides `holders`, the number of ranks with the same parameters."""
     meshes = dict.fromkeys(x.spec.mesh for x in tensors if isinstance(x, DTensor))
     problems = [
         f"{mesh.describe()}" + (" does not hold this rank" if mesh.get_coordinate() is None else "")
@@ -127,6 +128,7 @@ def _check_tiling(tensors: Iterable[Tensor], holders: int, world: World) -> None
 
 
 def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
+    """Return the largest absolute value of this rank's shards, a 0-d float32 tensor; 0 without elements."""
     ops = platform.ops
     largest = platform.zeros((), platform.dtype("float32"))
     for x in tensors:
@@ -141,9 +143,10 @@ def _largest(platform: Platform, tensors: Iterable[Tensor]) -> Tensor:
 def _reduce(
     platform: Platform, world: World, x: Tensor, op: str, tensors: Sequence[Tensor], copies_over: DeviceMesh | None
 ) -> Tensor:
-    """Return `x` reduced over all ranks, after checking that all ranks reduce tensors of the same shapes.
+    """Return the 0-d `x` reduced over all ranks by `op`, after checking that all have `tensors` of the same shapes.
 
-    The check takes two more numbers in the same all-reduce: each rank adds a hash of its shapes.
+    The check takes two more numbers in the same all-reduce: each rank adds a hash of its shapes. With `copies_over`
+    shapes may differ, and are not checked.
     """
     code = 0.0 if copies_over is not None else _shape_code(tensors, world.size)
     # The maximum of codes and that of their negatives, the minimum, are opposite only if all codes are equal.
@@ -155,7 +158,8 @@ def _reduce(
     if op == "max":
         same = platform.ops.eq(first, platform.ops.neg(second))
     else:
-        # The mean of the squares equals the square of the mean only if all codes are equal. Exact for integers.
+        # The mean of the squares equals the square of the mean only if all codes are equal. Both sums are exact, and
+        # for equal codes both products round the same integer.
         same = platform.ops.eq(platform.ops.mul(second, float(world.size)), platform.ops.mul(first, first))
     if str(platform.device_of(packed)).startswith("cpu") and not bool(platform.to_numpy(same)):
         raise RankMismatchError(
@@ -189,7 +193,9 @@ Compute = Callable[[Tensor], Tensor]
 
 
 def at_owners(locals_: Sequence[Tensor], specs: Sequence[TensorSpec], compute: Compute) -> list[Tensor]:
-    """Return the shards of `compute(full tensor)` for every tensor, each computed by one rank.
+    """Return this rank's shards of `compute(full tensor)` for every tensor, each computed by one rank.
+
+    Every rank of the tensors' meshes makes the call.
 
     Args:
         locals_: this rank's shards, plain and all of one dtype.
@@ -236,13 +242,13 @@ def assign_owners(costs: Sequence[float], num_owners: int) -> list[int]:
 class _OwnerExchange:
     """Sends shards of the tensors of one mesh to their owners, computes there, and sends the results back.
 
-    Ranks are given by their index in mesh order.
+    Ranks are indices in mesh order, tensors are indices into `specs`.
 
     Attributes:
         me: this rank.
         owned: for each rank, the tensors that it owns.
-        outgoing: for each rank, the tensors that it owns and needs this rank's shard of.
-        incoming: for each rank, the tensors of this rank that it sends its shard of.
+        outgoing: for each owner, the tensors whose shards this rank sends to it.
+        incoming: for each sender, the tensors owned by this rank whose shards it receives from that sender.
     """
 
     def __init__(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -300,7 +306,12 @@ class _OwnerExchange:
         return new
 
     def _all_to_all(self, tensors: Sequence[Tensor], sizes: list[int], expected: list[int], dtype: Any) -> Tensor:
-        """Run one all-to-all of elements. `tensors` are in the order of their receivers."""
+        """Return the elements received from all ranks, in rank order, as one flat tensor.
+
+        Args:
+            tensors: sent tensors, in the order of their receivers.
+            sizes, expected: number of elements sent to and received from each rank.
+        """
         flat = [self.ops.reshape(x, (-1,)) for x in tensors if math.prod(x.shape)]
         sent = self.platform.contiguous(self.ops.cat(flat, 0)) if flat else self.platform.empty((0,), dtype)
         received = self.platform.empty((sum(expected),), dtype)
@@ -346,7 +357,7 @@ class _OwnerExchange:
 
 
 # The same parameters are updated in every step, so owners and messages are found once.
-_owner_exchange = functools.lru_cache(maxsize=64)(_OwnerExchange)
+_owner_exchange = cached_by_spec(maxsize=64)(_OwnerExchange)
 
 
 # Muon -----------------------------------------------------------------------------------------------------
@@ -360,7 +371,7 @@ class MuonOptions:
         momentum, nesterov: options of the moving average of gradients.
         weight_decay: decoupled weight decay; it is multiplied by the learning rate.
         steps, coefficients, eps: options of the Newton-Schulz iteration.
-        match_rms: scale updates to the RMS of AdamW's (arXiv 2502.16982); otherwise by sqrt(rows / columns).
+        match_rms: scale updates to the RMS of AdamW's (arXiv 2502.16982); otherwise by sqrt(max(1, rows / columns)).
         compute_dtype: dtype of the iteration and of the communication.
 
     Examples:
@@ -386,8 +397,8 @@ class MuonOptions:
 class Muon:
     """The Muon optimizer for matrices and stacks of matrices, which are plain or DTensors that are not partial.
 
-    Every rank of the parameters' meshes calls `step`, which communicates in two all-to-alls per mesh. A stack that is
-    sharded only between its matrices is not communicated; any other stack is computed by one owner.
+    Every rank of the parameters' meshes calls `step`, which communicates in two all-to-alls per mesh. Stacks with
+    unsharded matrices are computed locally. Any other stack, and any single matrix, is computed by one owner.
 
     Args:
         parameters: (name, parameter) pairs.

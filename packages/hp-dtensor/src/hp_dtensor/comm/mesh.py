@@ -144,8 +144,8 @@ class DeviceMesh(MeshCoordinates):
         platform: the platform or its name; default: that of the world.
 
     Raises:
-        MeshError: names that repeat or do not fit, sizes below 1, ranks that repeat, or a mesh larger
-            than the world.
+        MeshError: a device type that the platform lacks, names that repeat or do not fit, sizes below 1, ranks that
+            repeat, or a mesh larger than the world.
 
     Examples:
         >>> with fake_world(8):
@@ -192,9 +192,15 @@ class DeviceMesh(MeshCoordinates):
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         # Computed once: meshes are part of the key of every cached plan. Worlds are compared by identity, as in
         # `__eq__`.
-        self._hash = hash((device_type, axes, base, ranks, id(world)))
+        self._hash = hash((*self._identity, id(world)))
+
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        """Return a hashable value that two meshes of one world share only if they are equal."""
+        return self.device_type, self.axes, self._base, self._ranks
 
     def _derive(self, axes: tuple[MeshAxis, ...], base: int) -> DeviceMesh:
+        """Return a mesh of other axes over the same world; see `_place`."""
         mesh = object.__new__(DeviceMesh)
         mesh._setup(self.device_type, axes, base, self._ranks, self.world, self._aliases)
         return mesh
@@ -245,7 +251,10 @@ class DeviceMesh(MeshCoordinates):
         return self.group_over((self._axis_inside(mesh_dim, "group"),))
 
     def group_over(self, axes: tuple[int, ...]) -> ProcessGroup:
-        """Return the group of the ranks that differ from this one only on `axes` (indices), in mesh order."""
+        """Return the group of the ranks that differ from this one only on `axes` (indices), in mesh order.
+
+        This rank must be inside the mesh.
+        """
         # A group that was destroyed (`destroy_process_group`) is created again, by every rank, at its next use.
         found = self._groups.get(axes)
         if found is None or found.is_closed:
@@ -395,8 +404,7 @@ class DeviceMesh(MeshCoordinates):
         # Without groups, which belong to this process, and with the platform and the world by name and size.
         platform = self.world.platform
         name = None if platform is None else platform.name
-        where = (self.device_type, self.axes, self._base, self._ranks, self._aliases)
-        return _restore, (name, self.world.size, *where)
+        return _restore, (name, self.world.size, *self._identity, self._aliases)
 
     # Immutable, and a copy would create groups of its own: a copied model communicates over the same ones.
     def __copy__(self) -> DeviceMesh:
@@ -411,8 +419,7 @@ class DeviceMesh(MeshCoordinates):
             return True
         if not isinstance(other, DeviceMesh) or self.world is not other.world:
             return False
-        mine, others = ((mesh.device_type, mesh.axes, mesh._base, mesh._ranks) for mesh in (self, other))
-        return mine == others
+        return self._identity == other._identity
 
     def __hash__(self) -> int:
         return self._hash

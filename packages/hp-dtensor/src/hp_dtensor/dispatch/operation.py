@@ -1,8 +1,9 @@
 """One operation on DTensors: the key of a call, the cache of plans, and `dispatch`, which runs a call.
 
-The way of `x + y`: a platform intercepts its framework's function and looks its `Operation` up. `Operation.key` is made
-of the specs and the static arguments, and the plan cached under it runs (`plan.py`). Without a plan, `strategies.py`
-makes one: it binds the arguments (`arguments.py`), asks the sharding rule, and chooses a strategy for each mesh axis.
+The path of `x + y`: a platform intercepts its framework's function and looks up its `Operation`. `Operation.key`
+returns a key of specs and static arguments, and the plan cached under it runs (`plan.py`). Without a plan,
+`strategies.py` makes one: it binds the arguments (`arguments.py`), asks the sharding rule, and chooses a strategy for
+each mesh axis.
 
 All platforms, and all functions of a framework that mean the same operation, share keys and plans. In steady state a
 call costs its key, a dictionary look-up, the local operation and the wrapper of the result. PyTorch's
@@ -34,11 +35,10 @@ from hp_dtensor.dispatch.strategies import Plan as RulePlan
 from hp_dtensor.dispatch.strategies import make_plan
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.indexing import INDEXING, with_positions
 from hp_dtensor.rules.registry import Registration
 from hp_dtensor.rules.tables import rule_registry
-from hp_dtensor.tensor.conversions import spec_of_shard
+from hp_dtensor.spec.tensor_spec import forget_specs
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.saved_shards import RESHARDING, saving_shard
 
@@ -47,7 +47,7 @@ Key = tuple[Any, ...]
 Plan = RulePlan | ListedPlan
 
 CACHE_SIZE = 4096
-"""Most plans cached per operation; when there are more, all of them are dropped."""
+"""Maximum number of cached plans per operation. When it is reached, all of them are dropped."""
 
 # By name: `Operation`s of several platforms may share plans, and `forget_plans` must find them all.
 _plans: dict[str, dict[Key, Plan]] = {}
@@ -132,6 +132,7 @@ class Operation:
         return self._key_of_rare(value, kind)
 
     def _key_of_rare(self, value: Any, kind: type) -> Any:
+        """Return the key's entry for an argument of a less common type; see `key_of`."""
         if isinstance(value, self.kinds.tensor):
             if len(value.shape):
                 raise Uncached
@@ -200,9 +201,9 @@ class Operation:
 def register_sharding_function(name: str, function: ShardingFunction) -> None:
     """Let `function` list the shardings of an operation, whether or not the operation has a rule."""
     _sharding_functions[name] = function
-
     # Plans of earlier calls follow the rule, or a function registered before.
     plans_of(name).clear()
+
 
 def registered_sharding(name: str) -> ShardingFunction | None:
     """Return the function that was registered for an operation, or None."""
@@ -237,7 +238,7 @@ def argument_kinds(platform: Platform) -> ArgumentKinds:
 
 
 def scalar_with_gradient(name: str) -> MixedOperandsError:
-    """Return the error of a plain scalar that requires a gradient as an operand of `name`."""
+    """Return the error for a plain scalar that requires a gradient as an operand of `name`."""
     return MixedOperandsError(
         f"{name}: a plain scalar that requires a gradient among DTensors: the gradient would be this rank's "
         "part alone. Make it a DTensor: distribute_tensor for a parameter, replicate_like for a value."
@@ -271,9 +272,7 @@ def forget_plans() -> None:
     """Drop all cached plans and specs, and with them the references to meshes and worlds; for leaving a job."""
     for plans in _plans.values():
         plans.clear()
-    # Plans of redistributions refer to meshes too.
-    plan_between.cache_clear()
-    spec_of_shard.cache_clear()
+    forget_specs()
 
 
 def dispatch(
@@ -282,10 +281,10 @@ def dispatch(
     """Run operation `name` on arguments of which at least one is a DTensor.
 
     Args:
-        func: the framework's own function. It is called in the given argument structure, within `Platform.local_op`
-            with the DTensors themselves, redistributed where necessary; a rule with a function of its own passes local
-            tensors. A DTensor that is its shard can be passed on. `hp_dtensor.dispatch.interception.intercepting`
-            makes a function that unwraps the others.
+        func: the framework's own function. It is called within `Platform.local_op` with the given arguments, DTensors
+            redistributed where necessary, and must compute with their local data; a rule with a local function may also
+            call it with plain tensors. DTensors that are their shards can be passed to the framework unchanged.
+            `hp_dtensor.dispatch.interception.intercepting` makes a function that unwraps others.
 
     Raises:
         ShardingRuleError: the operation has no rule, or its rule refuses these specs.

@@ -29,7 +29,7 @@ from hp_dtensor.redistribute.exchange import (
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec
+from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec, cached_by_spec
 
 Tensor = Any
 
@@ -191,7 +191,7 @@ class AcrossPlan:
         )
 
 
-@functools.lru_cache(maxsize=256)
+@cached_by_spec(maxsize=256)
 def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
     """Return the plan from one mesh to another, in time linear in the number of ranks of both.
 

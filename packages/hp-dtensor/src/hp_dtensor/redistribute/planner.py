@@ -18,7 +18,7 @@ from hp_dtensor.redistribute.exchange import Exchange, Ownership, ReduceToOwners
 from hp_dtensor.redistribute.plan import RedistributePlan, Scale, Stage, Step
 from hp_dtensor.redistribute.segments import Placements, product, sharded_dim, shardings_of
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard, StridedShard
-from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
+from hp_dtensor.spec.tensor_spec import TensorSpec, cached_by_spec, require_placements
 
 MAX_STATES = 2000
 """The search visits at most this many states. Then it returns the direct exchange."""
@@ -303,7 +303,7 @@ def plan_redistribute(
     return plan_between(*specs, itemsize, links, minimize)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_spec(maxsize=4096)
 def plan_between(
     source: TensorSpec,
     target: TensorSpec,

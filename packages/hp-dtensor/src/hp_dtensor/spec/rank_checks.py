@@ -76,6 +76,9 @@ def is_checking() -> bool:
 def check_created(what: str, spec: TensorSpec) -> None:
     """In `check_mode`, check that all ranks create a tensor of the same global shape, dtype and placements.
 
+    Args:
+        what: the operation that creates it, for the message.
+
     Raises:
         RankMismatchError: they do not. Names the ranks that differ.
     """
@@ -113,8 +116,7 @@ def _describe_alike(spec: TensorSpec) -> str:
     If several axes are sharded, the units of ragged shards are left out: they may differ between the ranks of another
     axis.
     """
-    sharded = [p for p in spec.placements if p.is_shard() or isinstance(p, RaggedShard)]
-    if len(sharded) < 2:
+    if sum(placement.is_shard() for placement in spec.placements) < 2:
         return spec.describe_placements()
     named = zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
     short = [f"{name}:{f'Ragged({p.dim})' if isinstance(p, RaggedShard) else describe(p)}" for name, p in named]
@@ -193,16 +195,16 @@ class _Local:
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the global shape of the tensor made of all ranks' shards, after checking every shard against it.
+    """Return the global shape of a tensor, after checking the shards of all ranks of the mesh against it.
 
     Args:
+        local: the shard of this rank, which is in the mesh.
         shape: the expected global shape; None: computed from the shards, which may be uneven.
 
-        local: the shard of this rank, which is in the mesh.
     Raises:
+        PlacementError: the placements do not fit.
         ShardShapeError: shards do not fit. Names their ranks.
         RankMismatchError: replicas or dtypes differ. Names the ranks.
-        PlacementError: the placements do not fit.
     """
     placements = normalize_placements(mesh, placements, len(local.shape))
     shards = _shards(local, mesh)

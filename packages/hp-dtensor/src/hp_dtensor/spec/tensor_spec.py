@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import GradientPathError, PlacementError, ShardShapeError
@@ -161,6 +162,7 @@ _lock = threading.Lock()
 
 
 def _intern(key: tuple[Any, ...]) -> Any:
+    """Return the spec of the normalized (mesh, placements, shape, dtype), creating it if there is none."""
     mesh, placements, shape, dtype = key
     # Normalized only on a miss, to keep the lookup fast. `Shard(-1)` and `Shard(1)` are the same spec, so the normal
     # form is looked up again.
@@ -184,6 +186,27 @@ def _intern(key: tuple[Any, ...]) -> Any:
         spec.is_partial = any(placement.is_partial() for placement in placements)
         _interned[key] = spec
         return spec
+
+
+Result = TypeVar("Result")
+_caches: list[functools._lru_cache_wrapper[Any]] = []
+
+
+def cached_by_spec(maxsize: int) -> Callable[[Callable[..., Result]], functools._lru_cache_wrapper[Result]]:
+    """`functools.lru_cache` for a function of specs or meshes, whose entries `forget_specs` drops."""
+
+    def cached(function: Callable[..., Result]) -> functools._lru_cache_wrapper[Result]:
+        found = functools.lru_cache(maxsize)(function)
+        _caches.append(found)
+        return found
+
+    return cached
+
+
+def forget_specs() -> None:
+    """Drop the entries of all caches of `cached_by_spec`: they refer to meshes, and so to the world of a job."""
+    for cache in _caches:
+        cache.cache_clear()
 
 
 def grad_spec(spec: TensorSpec) -> TensorSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedShard
-from hp_dtensor.spec.tensor_spec import TensorSpec, grad_spec, normalize_placements
+from hp_dtensor.spec.tensor_spec import TensorSpec, cached_by_spec, grad_spec, normalize_placements
 from hp_dtensor.tensor.base import DTensorBase
 from hp_dtensor.tensor.gradients import checked_grad_spec, with_redistributed_grad
 from hp_dtensor.tensor.redistribution import Placements, placements_on, redistribute, replicated_on
@@ -200,7 +199,7 @@ def from_local(
     return platform.wrap(local, spec)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_spec(maxsize=4096)
 def spec_of_shard(
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
+from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import (
@@ -112,8 +114,8 @@ def _mapped(
         device_mesh = require_mesh("local_map", device_mesh)
     if not callable(func):
         raise TypeError(f"local_map takes a function, got {func!r}")
-    # Outlives the calls: ranks compare the shapes of an output only once.
-    checked: set[Any] = set()
+    # Ranks compare the shapes of an output on the first call only. By world, because a function may outlive a job.
+    checked: weakref.WeakKeyDictionary[World, set[Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,7 @@ def _mapped(
             _placements(mesh, entry, f"out_placements[{index}]")
             for index, entry in enumerate([out_placements] if is_one else out_placements)
         ]
-        outs = _Outputs(mesh, placed, checked)
+        outs = _Outputs(mesh, placed, checked.setdefault(mesh.world, set()))
         if in_placements is not None:
             plain = mesh.platform.Tensor if plain_inputs else ()
             flat = [_check_argument(x, i, wanted[i], plain, redistribute_inputs) for i, x in enumerate(flat)]
@@ -273,7 +275,8 @@ class _Outputs:
     """Placements of the outputs of one call, on their mesh.
 
     Args:
-        checked: keys of the outputs whose global shape ranks have already compared. Shared by all calls of a function.
+        checked: keys of the outputs whose global shape ranks have already compared. Shared by all calls of a function
+            in a world.
     """
 
     def __init__(self, mesh: DeviceMesh, entries: Sequence[Outputs], checked: set[Any]) -> None:
@@ -304,7 +307,7 @@ class _Outputs:
         what = f"local_map, output {index}"
         # All ranks must take part in the exchange or none. So nothing that may differ between them, such as the shapes
         # of shards or ragged units, may decide about it.
-        key = index, mesh, tuple((type(p), getattr(p, "dim", None)) for p in placements)
+        key = index, mesh._identity, tuple((type(p), getattr(p, "dim", None)) for p in placements)
         is_first = bool(_shardings(placements)) and key not in self.checked and not mesh.platform.is_meta(x)
         with rank_checks.reporting_failure(mesh, what, exchanges=is_first):
             shape = _global_shape(tuple(x.shape), placements, index, mesh, inputs)
