@@ -290,8 +290,20 @@ def test_a_template_needs_a_name_that_no_installed_plugin_has(install, monkeypat
 @pytest.mark.usefixtures("install")
 def test_no_platform_at_all(monkeypatch):
     monkeypatch.setenv("HP_LOAD_PLUGINS", "")
-    with pytest.raises(PlatformError, match="no platform is installed; install hp-platform-torch or"):
+    with pytest.raises(PlatformError, match="no platform is installed; install hp-platform-torch or") as caught:
         get_platform()
+    assert str(caught.value).endswith(" Only the plugins of HP_LOAD_PLUGINS='' are loaded.")
+
+
+def test_a_platform_that_the_limit_excludes(install, monkeypatch):
+    install_platform(install, "torch")
+    monkeypatch.setenv("HP_LOAD_PLUGINS", "torhc")
+    with pytest.raises(PlatformError) as caught:
+        get_platform("torch")
+    assert str(caught.value) == (
+        "platform 'torch' is not installed; found: none. Install hp-platform-torch. "
+        "Only the plugins of HP_LOAD_PLUGINS='torhc' are loaded."
+    )
 
 
 def test_several_and_none_chosen(install):
@@ -306,7 +318,8 @@ def test_a_platform_that_is_not_installed(install):
     with pytest.raises(PlatformError) as caught:
         get_platform("bow")
     assert str(caught.value) == (
-        "there is no platform 'bow'; found: arrow. Install the package of the plugin that provides it."
+        "there is no platform 'bow'; found: arrow. Install the package of the plugin that provides it. "
+        "Only the plugins of HP_LOAD_PLUGINS='arrow' are loaded."
     )
 
 

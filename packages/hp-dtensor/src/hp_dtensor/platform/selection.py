@@ -103,11 +103,18 @@ def _named(wanted: str, source: str) -> Platform:
     names = ", ".join(installed) or "none"
     if wanted in OUR_PLATFORMS:
         raise PlatformError(
-            f"{source}platform {wanted!r} is not installed; found: {names}. Install hp-platform-{wanted}."
+            f"{source}platform {wanted!r} is not installed; found: {names}. Install hp-platform-{wanted}.{_limit()}"
         )
     nearest = difflib.get_close_matches(wanted, [*installed, *OUR_PLATFORMS], n=1)
-    hint = f"Did you mean {nearest[0]!r}?" if nearest else "Install the package of the plugin that provides it."
+    install = f"Install the package of the plugin that provides it.{_limit()}"
+    hint = f"Did you mean {nearest[0]!r}?" if nearest else install
     raise PlatformError(f"{source}there is no platform {wanted!r}; found: {names}. {hint}")
+
+
+def _limit() -> str:
+    """Return a sentence for messages if `HP_LOAD_PLUGINS` may exclude a platform that is installed, else nothing."""
+    limit = os.environ.get("HP_LOAD_PLUGINS")
+    return "" if limit is None else f" Only the plugins of HP_LOAD_PLUGINS={limit!r} are loaded."
 
 
 def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
@@ -119,7 +126,7 @@ def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
         return f"no installed platform can be used:{broken}"
     return (
         "no platform is installed; install hp-platform-torch or hp-platform-mindspore (pip install; from a clone: "
-        "pip install ./packages/hp-platform-torch)."
+        f"pip install ./packages/hp-platform-torch).{_limit()}"
     )
 
 
