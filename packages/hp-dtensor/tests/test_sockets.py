@@ -86,6 +86,26 @@ def test_a_wait_that_has_timed_out_does_not_succeed_later(on_ranks):
     assert on_ranks(program, 2, 0.2) == [None, True]
 
 
+def test_closing_a_world_ends_its_threads_and_is_noticed(on_ranks):
+    readers = []
+
+    def program(world):
+        world.all.barrier()
+        if world.rank == 0:
+            world.close()
+            return None
+        readers.extend(each for each in threading.enumerate() if each.name.startswith("messages of rank"))
+        with pytest.raises(CollectiveError, match="rank 0, which has ended"):
+            world.all.receive(np.zeros(2), 0)
+        return True
+
+    assert on_ranks(program, 2, 5.0) == [None, True]
+    for reader in readers:
+        reader.join(5.0)
+    assert readers
+    assert not any(reader.is_alive() for reader in readers)
+
+
 def test_ranks_meet_although_others_connect(on_ranks, monkeypatch):
     """To every rank's port: a program that says nothing, and one that speaks another protocol."""
     create, strays = socket.create_server, []

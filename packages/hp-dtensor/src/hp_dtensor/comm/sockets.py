@@ -122,6 +122,9 @@ class SocketWorld(World):
     def close(self) -> None:
         super().close()
         for peer in self._peers.values():
+            # `close` alone leaves the connection open while the thread that reads it waits for data.
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
             peer.close()
 
     def _read(self, peer: int) -> None:
@@ -165,6 +168,7 @@ def _connect_all(point: MeetingPoint) -> dict[int, socket.socket]:
 
 
 def _connect_pairs(point: MeetingPoint, meeting: Any, server: socket.socket, deadline: float) -> dict[int, Any]:
+    """Return a connection to each other rank. `meeting` is (IP address, port) of rank 0."""
     rank, size, where = point.rank, point.size, _meet(point.rank, point.size, meeting, server, deadline)
     if rank == 0:
         return where
@@ -229,6 +233,7 @@ def _arrivals(
 
 
 def _connect(where: Any, deadline: float) -> socket.socket:
+    """Return a connection to (IP address, port), trying again until `deadline` on the monotonic clock."""
     while True:
         try:
             return _ready(socket.create_connection(where, timeout=max(0.01, deadline - time.monotonic())))
