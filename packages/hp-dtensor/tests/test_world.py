@@ -39,6 +39,14 @@ def test_a_platforms_job_is_current_and_a_block_comes_before_it(platform):
     assert current_world(platform).size == 1
 
 
+def test_blocks_of_one_world_can_be_nested():
+    outer, inner = SilentWorld(0, 2, None), SilentWorld(0, 3, None)
+    with use_world(outer), use_world(inner):
+        with use_world(outer):
+            assert current_world() is outer
+        assert current_world() is inner
+
+
 def test_the_world_without_a_platform_is_that_of_the_selected_one_which_joins_its_job(monkeypatch, platform):
     monkeypatch.setattr(world_module, "platform_here", lambda: platform)
     assert current_world().size == 1

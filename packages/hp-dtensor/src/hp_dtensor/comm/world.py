@@ -75,7 +75,7 @@ class World(ABC):
     def _create_group(self, ranks: tuple[int, ...]) -> ProcessGroup: ...
 
     def release(self, group: ProcessGroup) -> None:
-        """Close a group. It is created again if it is asked for again."""
+        """Close a group. `group` creates another one for the same ranks."""
         # By identity: another group of the same ranks may have been created since.
         if self._groups.get(group.ranks) is group:
             del self._groups[group.ranks]
@@ -164,8 +164,9 @@ def use_world(world: World) -> Iterator[World]:
     try:
         yield world
     finally:
-        # Not `pop`: a generator that holds a block open may finish after a block that was entered later.
-        _local.worlds.remove(world)
+        # The last occurrence, as blocks of one world may be nested, but not `pop`: a generator that holds a block open
+        # may finish after a block that was entered later.
+        del _local.worlds[len(_local.worlds) - 1 - _local.worlds[::-1].index(world)]
 
 
 @contextlib.contextmanager
