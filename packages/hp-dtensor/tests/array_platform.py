@@ -24,7 +24,7 @@ class ArrayPlatform(Platform):
         self.state: Any = "start"
 
     def connect(self, rank, size, address, timeout_seconds=300.0, local_rank=0):
-        self.address = address
+        self.address, self.local_rank = address, local_rank
         self._world = SilentWorld(rank, size, self)
         return self._world
 

@@ -7,6 +7,7 @@ import re
 import array_platform
 import pytest
 
+from hp_dtensor.compat.process_groups import init_process_group
 from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.launch import from_environment, is_launched, rank_environment
 from hp_dtensor.launch.environment import first_host, launched_local_rank, local_rank_variable
@@ -60,6 +61,7 @@ def environ(monkeypatch):
         ("msrun", MSRUN, 1, "10.0.0.1:8118"),
         ("slurm", SLURM, 4, "gpu003:22123"),
         ("slurm", {**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}, 4, "head:1234"),
+        ("slurm", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, 2, "gpu003:22123"),
     ],
 )
 def test_a_ranks_place_in_the_job(launcher, variables, local_size, address):
@@ -135,10 +137,18 @@ def test_msrun_without_node_rank_gets_advice():
         ("a-1,a-2", "a-1"),
         ("r[1-2]n4", "r1n4"),
         ("rack[07]", "rack07"),
+        ("rack[1-2]node[03-04,7],cpu1", "rack1node03"),
     ],
 )
 def test_the_first_host_of_slurms_short_form(nodes, host):
     assert first_host(nodes) == host
+
+
+def test_a_job_at_a_given_address_has_the_local_rank_of_the_launcher(environ):
+    environ({"LOCAL_RANK": "3", "RANK": "7", "WORLD_SIZE": "8"})
+    platform = array_platform.ArrayPlatform()
+    init_process_group(init_method="tcp://10.0.0.1:29500", rank=7, world_size=8, platform=platform)
+    assert (platform.address, platform.local_rank) == ("10.0.0.1:29500", 3)
 
 
 @pytest.mark.usefixtures("array_plugin")

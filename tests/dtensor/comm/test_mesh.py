@@ -113,7 +113,7 @@ def test_parts_of_a_group_are_checked(hp_platform: Platform) -> None:
         return str(refusal.value)
 
     assert run_ranks(split, 2, hp_platform)[1] == (
-        "split_group into [[0, 2], [0], []]: expected at least one part, and none empty; "
+        "split_group into [[0, 2], [0], []]: expected at least one subgroup, and none empty; "
         "ranks [2] are outside the parent group of 2; ranks [0] appear more than once"
     )
 

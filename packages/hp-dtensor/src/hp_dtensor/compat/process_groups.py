@@ -29,7 +29,7 @@ def init_process_group(
     Args:
         backend: name of the platform's backend, in torch's form. None: no check. Any other name is an error.
         init_method: `env://` (default) or `tcp://host:port`, which needs `rank` and `world_size`.
-        timeout: seconds.
+        timeout: seconds, or a timedelta: limit for joining the job and, if the platform supports it, each collective.
 
     Raises:
         LaunchError: no launcher has started this process, or arguments are missing.
@@ -58,7 +58,7 @@ def init_process_group(
 
 def _join(platform: Platform, init_method: str | None, rank: int | None, size: int | None, seconds: float) -> World:
     """Join the job at `tcp://host:port`, or that of the launcher's environment variables."""
-    from hp_dtensor.launch import from_environment
+    from hp_dtensor.launch.environment import from_environment, launched_local_rank
 
     if init_method in (None, "env://"):
         if rank is not None or size is not None:
@@ -72,7 +72,8 @@ def _join(platform: Platform, init_method: str | None, rank: int | None, size: i
             "init_process_group: expected init_method 'env://', or 'tcp://host:port' with rank and world_size; "
             f"got {init_method!r}, rank={rank}, world_size={size}"
         )
-    world: World = platform.connect(rank, size, init_method.removeprefix(_TCP), timeout_seconds=seconds)
+    address = init_method.removeprefix(_TCP)
+    world: World = platform.connect(rank, size, address, timeout_seconds=seconds, local_rank=launched_local_rank())
     return world
 
 
@@ -157,7 +158,7 @@ def _check_subgroups(parent: ProcessGroup, subgroups: Sequence[tuple[int, ...]])
     problems = []
     members = [rank for ranks in subgroups for rank in ranks]
     if not members or not all(subgroups):
-        problems.append("expected at least one part, and none empty")
+        problems.append("expected at least one subgroup, and none empty")
     outside = sorted({rank for rank in members if not 0 <= rank < parent.size})
     if outside:
         problems.append(f"ranks {outside} are outside the parent group of {parent.size}")

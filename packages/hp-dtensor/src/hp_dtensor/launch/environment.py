@@ -52,7 +52,7 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
 def leave_launcher() -> RankEnvironment | None:
     """Remove the launcher's variables from this process's environment, and return what they said.
 
-    For a process per machine that is no rank but starts some.
+    For a process that the launcher has started once per machine and that starts the ranks there itself.
 
     Raises:
         LaunchError: variables are missing or invalid.
@@ -237,15 +237,14 @@ def _slurm(variables: _Variables) -> RankEnvironment:
     job = variables.number("SLURM_JOB_ID")
     # All ranks must derive the same port without communicating. It is below the range of outgoing connections.
     port = variables.port("MASTER_PORT", 12_000 + job % 20_000)
-    tasks = re.match(r"\d+", variables.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    tasks = variables.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     return variables.check(
         RankEnvironment(
             "slurm",
             rank=variables.number("SLURM_PROCID"),
             size=variables.number("SLURM_STEP_NUM_TASKS"),
             local_rank=variables.number(_LOCAL_RANKS["slurm"]),
-            # Such as `4(x2),3`: 4 tasks on each of the first two nodes, 3 on the third.
-            local_size=int(tasks.group()) if tasks is not None else 1,
+            local_size=tasks_of_node(tasks, variables.number("SLURM_NODEID", 0)),
             address=f"{host}:{port}",
         )
     )
@@ -260,6 +259,13 @@ _READERS: dict[str, Callable[[_Variables], RankEnvironment]] = {
 
 def first_host(node_list: str) -> str:
     """Return the first host of Slurm's compressed node list: `gpu[003-006,9],cpu1` -> `gpu003`."""
-    match = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^\[,]*)", node_list)
-    assert match is not None
-    return "".join(part or "" for part in match.groups())
+    # A comma inside brackets does not end the host. A name may have several brackets: `rack[1-2]node[03-04]`.
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])*", node_list)
+    assert first is not None
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
+
+
+def tasks_of_node(counts: str, node: int) -> int:
+    """Return the number of tasks on a node from Slurm's compressed list: `4(x2),3` means 4, 4 and 3."""
+    found = [int(n) for n, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(repeats or 1))]
+    return found[node] if node < len(found) else 1
