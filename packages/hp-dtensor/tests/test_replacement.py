@@ -283,3 +283,8 @@ def test_a_newcomer_that_has_joined_leaves_before_its_first_request(monkeypatch:
     assert rank_process._serve(cast(Any, link))
     # After it has returned, it leaves no more.
     assert calls == [Leave(2), "meet", Returned]
+
+
+def test_without_replacement_there_is_no_next_generation() -> None:
+    with pytest.raises(LaunchError, match="dead ranks of this job are not replaced"):
+        rank_process.next_generation()

@@ -456,10 +456,10 @@ def current_generation() -> Generation | None:
 
 
 def lasting_memory() -> tuple[str, ...]:
-    """Return two files in memory that only this rank uses, and after its death the process that takes its place.
+    """Return the paths of two files in memory that only this rank uses, and after its death the process in its place.
 
     There are none where the ranks that survive a death keep their processes, and their memory. The files are empty at
-    the start of a job, and end with it.
+    the start of a job, and are removed at its end.
     """
     return () if _member is None else _member.memory
 
@@ -480,8 +480,12 @@ def next_generation(*, hung: bool = False) -> Generation | None:
 
     Returns:
         The generation; None: no rank has died, and the error has another cause.
+
+    Raises:
+        LaunchError: this process is not a rank of a job with `replacement`.
     """
-    assert _member is not None, "dead ranks of this job are not replaced"
+    if _member is None:
+        raise LaunchError("next_generation: dead ranks of this job are not replaced; start it with replacement=")
     return _member.next_generation(hung=hung)
 
 
