@@ -44,6 +44,13 @@ def test_names_and_placements_say_the_same(layout, aliases, placements, tensor_m
     assert set(aliases[len(known) :]) <= {"None"}
 
 
+def test_none_and_its_name_say_the_same():
+    layout = Layout((2, 3), ("dp", "tp"))
+    one = layout("tp", None)
+    assert one == layout("tp", "None")
+    assert (one.alias_tensor_map, one.tensor_map) == (("tp", "None"), (0, -1))
+
+
 @pytest.mark.parametrize("order", [*itertools.permutations("abc")])
 def test_axes_on_one_dimension_in_any_order(order):
     layout = Layout((2, 3, 2), ("a", "b", "c"))

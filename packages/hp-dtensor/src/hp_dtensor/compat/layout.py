@@ -66,7 +66,7 @@ class Layout:
         """Return the layout of a mesh's axes and ranks, without placements.
 
         Raises:
-            TypeError: `device_mesh` is no `DeviceMesh`.
+            TypeError: `device_mesh` is not a `DeviceMesh`.
         """
         if not isinstance(device_mesh, DeviceMesh):
             raise TypeError(f"from_device_mesh takes a DeviceMesh, got {device_mesh!r}")
@@ -96,7 +96,7 @@ class Layout:
         if is_aliases(items):
             result = self._copy()
             result._placements = placements_of_aliases(self.mesh_shape, self.alias_name, items)
-            result._alias_map = tuple(items)
+            result._alias_map = tuple(NOT_SHARDED if item is None else item for item in items)
             return result
         raise TypeError(
             f"a layout takes placements, one per mesh axis, or alias names, one per tensor dimension; got {items!r}"
@@ -177,7 +177,7 @@ class Layout:
         return tuple(shape)
 
     def repeat_num(self) -> int:
-        """Return the number of ranks that hold the same shard."""
+        """Return the number of ranks that hold the same elements, as replicas or as summands of them."""
         return math.prod(
             size for size, placement in zip(self.mesh_shape, self.placements, strict=True) if not placement.is_shard()
         )
@@ -263,7 +263,7 @@ class Layout:
         if len(placements) != len(self.mesh_shape):
             raise ValueError(f"expected {len(self.mesh_shape)} placements for axes {self.alias_name}, got {placements}")
         result = self._copy()
-        # Pending reductions are kept by alias, because `reset_partial` removes them and leaves the axis replicated.
+        # Pending reductions are stored by alias, because `reset_partial` removes them and leaves the axis replicated.
         result._placements = tuple(Replicate() if isinstance(p, Partial) else p for p in placements)
         result._partial = {
             name: p.reduce_op for name, p in zip(self.alias_name, placements, strict=True) if isinstance(p, Partial)
