@@ -172,6 +172,26 @@ def test_a_file_is_small_and_loads_back(reference: Recording, tmp_path: Path) ->
     assert compare(loaded, reference).verdict != "different"
 
 
+def test_a_file_is_unchanged_if_it_cannot_be_replaced(reference: Recording, tmp_path: Path) -> None:
+    path = tmp_path / "digests.gz"
+    reference.save(path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        Recording({"unknown": object()}, reference.steps).save(path)
+    assert path.read_bytes() == before
+
+
+def test_weights_change_by_roundings_of_their_dtype(hp_platform: Platform) -> None:
+    for dtype, spacing in (("float64", 2.0**-52), ("float32", 2.0**-23)):
+        with nn.building(hp_platform):
+            layer = nn.Linear(4, 4)
+        before = np.linspace(1, 2, 16, dtype=dtype).reshape(4, 4)
+        hp_platform.set_parameter(layer, "weight", hp_platform.Parameter(hp_platform.from_numpy(before.copy())))
+        perturb_weights(layer, 0.0, hp_platform)
+        change = np.abs(hp_platform.to_numpy(layer.weight) - before)
+        assert spacing / 2 <= change.min() <= change.max() <= 2 * spacing
+
+
 @pytest.mark.parametrize("damage", [b"", b"no gzip", None])
 def test_a_damaged_file_is_refused(reference: Recording, tmp_path: Path, damage: bytes | None) -> None:
     path = tmp_path / "digests.gz"

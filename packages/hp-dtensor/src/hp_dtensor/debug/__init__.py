@@ -1,4 +1,4 @@
-"""Record digests of a model's steps, and compare two recordings: the first place where two runs part."""
+"""Record digests of a model's steps, and compare two recordings: the first tensor in which two runs differ."""
 
 from hp_dtensor.debug.comparison import (
     Comparison,

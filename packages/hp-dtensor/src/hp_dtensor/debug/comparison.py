@@ -22,10 +22,10 @@ Events = dict[Key, Event]
 
 
 def pair_operations(a: Events, b: Events) -> tuple[Events, Events, list[str]]:
-    """Return the events of a step of both sides with the operations that both run, under the names of A.
+    """Return A's and B's events of a step without operations that only one side runs. B's get the names of A's.
 
-    Operations of a module are paired in their order, by name and global shape. The third result says in words which
-    ones only one side runs. An operation of A whose ranks have different values is local to them, and is left out.
+    Operations of a module are paired in their order, by name and global shape. The third result describes those of one
+    side alone. An operation of A whose values differ between ranks is local to them, and is left out.
     """
     names: dict[str, str] = {}
     notes: list[str] = []
@@ -81,9 +81,10 @@ def _listed(events: Sequence[Event]) -> str:
 
 
 def modules_around(pass_: str, name: str, after: str | None = None) -> tuple[str, ...]:
-    """Return the modules whose own operations may have computed a tensor; none: no module's forward has.
+    """Return the modules whose own operations may have computed a tensor; empty for weights, states and losses.
 
-    These are its module, for a gradient also the module whose gradient was recorded before it, and all around both.
+    These are its module, for a gradient also the module `after`, whose gradient was recorded before it, and all modules
+    that contain one of them.
 
     Examples:
         >>> modules_around("gradient", "layers.1.head.weight")

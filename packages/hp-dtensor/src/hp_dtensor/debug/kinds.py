@@ -96,6 +96,7 @@ def kind_of(pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], 
 def _hypotheses(
     pair: Pair, about_a: Mapping[str, Any], about_b: Mapping[str, Any], step: int
 ) -> Iterator[tuple[str, str]]:
+    """Yield (name, cause) of the kinds that fit, the most likely one first; the last one fits always."""
     # From specific to general: the first hypothesis that fits is the answer, and later ones would fit as well.
     yield from _of_missing_values(pair)
     if step == 0 and not _is_permuted(pair):
@@ -185,16 +186,17 @@ def _of_replicas(pair: Pair) -> Iterator[tuple[str, str]]:
 
 
 def _of_summands(mine: Digest, replicas: list[Part], other: Digest, side: str) -> Iterator[tuple[str, str]]:
+    """Test if the differing replicas of a side are summands of the other side's tensor."""
     projections = [part.values[:PROJECTIONS] for part in (*mine.parts, *replicas)]
     if any(np.abs(each - other.projections).max() < _FIT * other.norm for each in projections):
         # One copy is right, and the others may be zero.
         return
     for what, value in (("sum", np.sum(projections, 0)), ("mean", np.mean(projections, 0))):
         if np.abs(value - other.projections).max() < _FIT * other.norm:
-            whole = "A" if side == "B" else "B"
+            reduced = "A" if side == "B" else "B"
             yield (
                 "missing reduction",
-                f"each rank of {side} has its own summand, and their {what} is {whole}: the all-reduce is missing",
+                f"each rank of {side} has its own summand, and their {what} is {reduced}: the all-reduce is missing",
             )
 
 

@@ -172,11 +172,13 @@ class Recording:
     steps: dict[int, list[Event]] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
-        """Write the recording to a file, which is replaced."""
-        Path(path).unlink(missing_ok=True)
-        append(path, self.about, None)
+        """Write the recording to a file. An existing file is replaced at the end, when all is written."""
+        draft = Path(path).with_name(f"{Path(path).name}.incomplete")
+        draft.unlink(missing_ok=True)
+        append(draft, self.about, None)
         for step in self.steps:
-            append(path, self.steps[step], step)
+            append(draft, self.steps[step], step)
+        draft.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
@@ -320,6 +322,7 @@ class Recorder:
             activations have the batches of all ranks one after the other, equally many samples each.
         gradient_factor: factor on gradients of outputs, such as 1 / ranks where each rank's loss is the mean over its
             own samples.
+        operations: whether to record also the operations in a module's own forward, by its name; None: of no module.
         unplaced: names of modules whose outputs on this rank have other rows than those of the batch, such as a scalar
             loss, and are not recorded. Those of all ranks are in `recording.about`.
 
@@ -449,7 +452,7 @@ class Recorder:
                 yield from self._follow(module, title if self.operations(name) else None)
 
     def _follow(self, module: Module, name: str | None) -> Iterator[Removable]:
-        """Know while a module's forward runs, but not the hooks before and after it, which gather or redistribute."""
+        """Add hooks that note whether a module's own forward runs, and not hooks of it that gather or redistribute."""
 
         def enter(*_: Any) -> None:
             self._calls.append(_Call())
@@ -641,8 +644,8 @@ def perturb_weights(module: Module, unit: float, platform: Platform | str | None
             dtype = platform.dtype("float64")
             values = platform.to_numpy(platform.ops.cast(platform.detach(local), dtype))
             signs = np.random.default_rng(key).choice([-1.0, 1.0], values.shape)
-            least = 2.0 * np.finfo(np.float32).eps if platform.itemsize(local.dtype) >= 4 else 2.0**-7
-            factor = 1 + max(unit, least / 2) * signs
+            least = {8: 2.0**-52, 4: 2.0**-23}.get(platform.itemsize(local.dtype), 2.0**-8)
+            factor = 1 + max(unit, least) * signs
             platform.copy_(local, platform.ops.cast(platform.from_numpy(values * factor), local.dtype))
 
 
