@@ -225,6 +225,7 @@ class CommDebugMode:
                 yield name or type(module).__name__, module
 
     def _follow(self, name: str, module: Module) -> Iterator[Removable]:
+        """Add hooks that attribute collectives to `name` while the forward of `module` runs; yield their handles."""
         platform, log = self.platform, self.log
         assert platform is not None
 

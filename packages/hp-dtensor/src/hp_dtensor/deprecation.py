@@ -26,14 +26,14 @@ def deprecated(*, since: str, removal: str, instead: str) -> Callable[[F], F]:
     Examples:
         >>> import warnings
         >>> @deprecated(since="0.2.0", removal="0.3.0", instead="`shard_sequence`")
-        ... def cut_sequence(length):
+        ... def split_sequence(length):
         ...     return length // 2
         >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
-        ...     cut_sequence(8)
+        ...     split_sequence(8)
         4
         >>> str(caught[0].message)
-        'cut_sequence is deprecated since 0.2.0 and will be removed in 0.3.0: use `shard_sequence`'
+        'split_sequence is deprecated since 0.2.0 and will be removed in 0.3.0: use `shard_sequence`'
     """
 
     # Any, as the `__init__` of a class, or a function, is replaced by one that warns.

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) -> Any:
-    """Return `tree` with `function` applied to its tensors; containers without a change come back as they are."""
+    """Return `tree` with `function` applied to its tensors. Containers without a change are returned, not copied."""
     if isinstance(tree, tensor_type):
         return function(tree)
     if isinstance(tree, (list, tuple)):
@@ -31,7 +31,7 @@ def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) ->
 
 
 def flattened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of nested lists, tuples and mappings in order, and a function from leaves to a tree as `tree`.
+    """Return the leaves of nested lists, tuples and mappings, and a function that builds such a tree from new leaves.
 
     Everything else is a leaf, None and dataclasses too.
     """

@@ -50,6 +50,7 @@ def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> Shard
 
     Raises:
         PlacementError: dimensions that the tensor does not have, or more than 1024 cells.
+        TypeError: not a spec or a DTensor.
     """
     spec: TensorSpec = x.spec if isinstance(x, DTensor) else x
     if not isinstance(spec, TensorSpec):
@@ -59,7 +60,7 @@ def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> Shard
         raise PlacementError(f"a picture shows one or two of the {spec.ndim} dimensions, got {list(dims)}")
     shown = tuple(dim % spec.ndim for dim in shown)
     held = _held(spec, shown)
-    # Cells lie between any two neighbouring boundaries of all ranks' ranges.
+    # A cell ends where the range of any rank starts or stops.
     edges = [sorted({edge for ranges in held.values() for each in ranges[i] for edge in each}) for i in (0, 1)]
     rows, columns = (tuple(itertools.pairwise(each)) or ((0, 0),) for each in edges)
     if len(rows) * len(columns) > MAX_CELLS:

@@ -54,7 +54,7 @@ class Links:
 
     @property
     def is_uniform(self) -> bool:
-        """Return whether all axes have the same latency and bandwidth."""
+        """Return whether latency and bandwidth are numbers for all axes, rather than mappings."""
         return isinstance(self.latency, (int, float)) and isinstance(self.bandwidth, (int, float))
 
     def seconds(self, collective: str, axes: Iterable[str], wire_bytes: float) -> float:

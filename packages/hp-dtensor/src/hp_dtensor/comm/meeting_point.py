@@ -16,7 +16,7 @@ from hp_dtensor.exceptions import PlatformError
 _FIRST_REPORT_SECONDS = 5.0
 _REPORT_SECONDS = 60.0
 _CONNECT_SECONDS = 2.0
-_PAUSE_SECONDS = 0.5
+_PAUSE_SECONDS = 0.5  # longest pause between two attempts
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class MeetingPoint:
         timeout_seconds: limit for joining the job, from `started` on.
 
     Raises:
-        PlatformError: the address is not `host:port`, or has a host that can be no name.
+        PlatformError: the address is not `host:port` with a valid host name or IP address.
     """
 
     rank: int

@@ -263,7 +263,7 @@ class MeshCoordinates:
         """Return the index of an axis (None: the only one), after checking that this rank is inside the mesh.
 
         Args:
-            wanted: what is asked for, such as a group or a coordinate; named in the error.
+            wanted: noun for the error, such as "group" or "coordinate".
         """
         if self._coordinate is None:
             raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no {wanted} in it")

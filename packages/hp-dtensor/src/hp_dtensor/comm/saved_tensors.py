@@ -1,9 +1,9 @@
 """Tensors saved for backward by custom functions, and results saved for recomputation.
 
 `SavedTensors` holds what an autograd node needs in backward, and refuses to return a tensor that was written meanwhile.
-`RecomputeRecord` holds results that recomputation takes over instead of computing them again: on the first run they are
-stored, on the second they are returned, call by call in the same order. `hp_dtensor.parallel.recompute` opens a record
-for each call of a recomputed part of a model.
+`RecomputeRecord` holds results that recomputation does not compute again. They are stored on the first run and returned
+on the second, in the order of the calls. `hp_dtensor.parallel.recompute` opens a record for each call of a recomputed
+part of a model.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class RecomputeRecord:
 
     Args:
         outer: the record of the recomputed call around this one. This record asks it for values, so that they are saved
-            even if the outer call is recomputed as a whole.
+            even if the outer call is recomputed entirely.
         kinds: kinds of operations whose results are saved.
 
     Attributes:

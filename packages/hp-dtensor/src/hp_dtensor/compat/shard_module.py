@@ -80,6 +80,7 @@ class _ModulePlan:
         self._boundaries: dict[str, Boundary] = {}
 
     def apply(self) -> None:
+        """Check the plan, place the parameters and add the hooks."""
         for name, specification in self._plan.plan.items():
             self._read_parameter(name, specification)
         # Replicating the parameters that the plan does not name may have problems too.
@@ -165,6 +166,7 @@ def _read_side(
 
 
 def _shard_function(function: Callable[..., Any], mesh: DeviceMesh, plan: ShardingPlan) -> Callable[..., Any]:
+    """Return a function that redistributes the inputs and outputs of `function`; see `shard_module` for errors."""
     if not callable(function):
         raise TypeError(f"shard_module takes a module or a function, got {type(function).__name__}")
     # A function has no state to place, only inputs and outputs to redistribute.
@@ -213,7 +215,7 @@ class ShardingPlan:
         TypeError: a plan is not a dict with string keys, or `return_local_tensor` is not a list of strings.
 
     Examples:
-        >>> plan = ShardingPlan(plan={"weight": (Shard(0),)}, output_plan={"": (Replicate(),)})
+        >>> plan = ShardingPlan(plan={"weight": (Shard(0),)}, output_plan={"output": (Replicate(),)})
         >>> plan.plan["weight"]
         (Shard(0),)
     """

@@ -21,6 +21,8 @@ def parallelize_value_and_grad(
 ) -> Callable[..., tuple[Any, Any]]:
     """Return a function that computes `(outputs of fn, gradients of weights)`, with single-device values in any layout.
 
+    It takes the arguments of `fn`.
+
     Args:
         fn: a function that returns one tensor, or several in a tuple or list. The first output is differentiated, or
             all with the weights `sens`. An output with several elements is summed.

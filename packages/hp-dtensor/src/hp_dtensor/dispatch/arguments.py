@@ -167,7 +167,7 @@ def check_lists(platform: Platform, name: str, args: tuple[Any, ...], kwargs: Ma
 
 
 def mixed(name: str, value: Tensor, kind: str = "tensor") -> MixedOperandsError:
-    """Return the error of a plain tensor or array with dimensions as an operand of `name`."""
+    """Return the error for a plain tensor or array with dimensions as an operand of `name`."""
     more = ""
     # Guessed from the operation: norms of gradients are stacked by hand-written clipping, and `load_state_dict` copies.
     if name == "stack" and not value.shape:

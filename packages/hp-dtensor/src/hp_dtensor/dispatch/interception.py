@@ -1,4 +1,4 @@
-"""`intercepting` makes a function of a framework obey DTensors, and `build_ops` makes a platform's `ops` of such.
+"""`intercepting` lets a framework's function take DTensors, and `build_ops` makes a platform's `ops` of such functions.
 
 A platform whose framework has an interception of its own, as torch's `__torch_function__`, does not need this module.
 Any other wraps its functions and methods with `intercepting`: calls with DTensors reach `dispatch`, and calls within
@@ -57,7 +57,7 @@ def build_ops(platform: Platform, kernels: Mapping[str, Function]) -> SimpleName
 
     Args:
         kernels: by the names of `OP_SIGNATURES`, with these argument orders. Names outside of `PRIMITIVES` of
-            `hp_dtensor.platform.composition` may be missing, and are composed. Further names are taken over.
+            `hp_dtensor.platform.composition` may be missing, and are composed. Further names become operations too.
     """
     functions = {**kernels, **complete(platform, kernels)}
     return SimpleNamespace(

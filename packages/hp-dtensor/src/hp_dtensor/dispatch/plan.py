@@ -167,14 +167,14 @@ class FactorShardings:
         axes: sharded factor -> the mesh axes that shard it, outermost first.
         spans: sharded factor -> (start, length) of this rank's shard; without factors in strided shards.
         lengths: factor of `spans` -> per axis, the lengths of its ranks' shards; empty on a rank outside the mesh.
-        parts: sharded factor of which a rule needs all shards (`Factorization.known`) -> (start, length) per rank.
+        all_spans: factor of `ShardingLimits.known_spans` -> (start, length) of every rank's shard, outer axis first.
     """
 
     sizes: Mapping[str, int]
     axes: Mapping[str, tuple[int, ...]]
     spans: Mapping[str, Span]
     lengths: Mapping[str, tuple[tuple[int, ...], ...]]
-    parts: Mapping[str, tuple[Span, ...]]
+    all_spans: Mapping[str, tuple[Span, ...]]
 
 
 class DirectCall:
@@ -184,9 +184,9 @@ class DirectCall:
 
     Attributes:
         spec: spec of the result.
-        static: where the plan replaces static arguments, all arguments after the first tensor, by position and name.
+        static: (positional, keyword) arguments after the first tensor, if the plan replaces any of them; else None.
         views: (position, axes) of arguments that become varying views where autograd records them.
-        is_number: the result is a partial number.
+        is_number: the result is a 0-d partial tensor, which the platform reduces first where it reads its value.
         is_unchanged: none of the three; the operation runs on the local data of the given arguments.
     """
 
@@ -279,6 +279,7 @@ class LocalPlan(Plan):
         return args[0] if args else kwargs[self.registration.first_among(kwargs)]
 
     def _run_changed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call whose arguments or function the plan replaces. Writes to `kwargs`."""
         first, new_args = self._first(args, kwargs), list(args)
         for each in self.redistributions:
             replace_at(new_args, kwargs, each.location, each.apply)
@@ -303,10 +304,13 @@ class LocalPlan(Plan):
 
     @staticmethod
     def _mark_copies(wrapped: Any, made_by: str) -> None:
+        """Mark results of which `check_reaches_original` refuses writes, with the operation that made the copy."""
         for x in wrapped if isinstance(wrapped, (tuple, list)) else (wrapped,):
             x._copied_by = made_by
 
     def _local_call(self, func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> LocalCall:
+        """Return the call as the rule's own local function gets it. `args` and `kwargs` are redistributed."""
+
         def local_of(x: Any) -> Any:
             return self.platform.unwrap(x) if isinstance(x, DTensor) else x
 
@@ -316,9 +320,9 @@ class LocalPlan(Plan):
             factor: tuple(self.mesh.group_along(axis) for axis in axes if inside)
             for factor, axes in self.factors.axes.items()
         }
-        parts = {
-            factor: (self.mesh.group_over(self.factors.axes[factor]), held)
-            for factor, held in self.factors.parts.items()
+        all_spans = {
+            factor: (self.mesh.group_over(self.factors.axes[factor]), spans)
+            for factor, spans in self.factors.all_spans.items()
             if inside
         }
         placements, shape = self.placed[0]
@@ -341,7 +345,7 @@ class LocalPlan(Plan):
             spans=self.factors.spans,
             lengths=self.factors.lengths,
             groups=groups,
-            all_spans=parts,
+            all_spans=all_spans,
             sizes=self.factors.sizes,
             output=output,
             on=on,

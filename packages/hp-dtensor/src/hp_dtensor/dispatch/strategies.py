@@ -93,6 +93,16 @@ def _choose(
     nbytes: list[float],
     ranks: int,
 ) -> Strategy:
+    """Return the cheapest of the strategies `found` for one axis that leaves written tensors where they are.
+
+    Args:
+        current: the placement of each tensor on this axis.
+        nbytes: bytes of a shard of each tensor.
+        ranks: size of the axis.
+
+    Raises:
+        ShardingRuleError: there is none. A `PlacementChangeError` if an `InPlacePlan` can run the call.
+    """
     if registration.in_place:
         # The written tensor keeps its placement: views of it and the optimizer's state rely on that.
         found = [strategy for strategy in found if strategy.inputs[0] == strategy.outputs[0] == current[0]]
@@ -119,7 +129,9 @@ def factor_shardings(rule: Factorization, mesh: DeviceMesh, chosen: list[Strateg
         axes=axes_of,
         spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in in_spans.items()},
         lengths={f: _lengths(mesh, sizes[f], axes, chosen) for f, axes in in_spans.items()},
-        parts={f: _all_parts(mesh, sizes[f], in_spans[f], chosen) for f in in_spans if f in rule.limits.known_spans},
+        all_spans={
+            f: _all_spans(mesh, sizes[f], in_spans[f], chosen) for f in in_spans if f in rule.limits.known_spans
+        },
     )
 
 
@@ -162,14 +174,14 @@ def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[St
     return tuple(found)
 
 
-def _all_parts(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[Span, ...]:
-    """Return the shard of every rank, of a factor that `axes` shard, the first axis outermost."""
-    parts: list[Span] = [(0, size)]
+def _all_spans(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[Span, ...]:
+    """Return (start, length) of the shard of every rank, of a factor that `axes` shard, the first axis outermost."""
+    spans: list[Span] = [(0, size)]
     for axis in axes:
         kind = chosen[axis].kind
         assert isinstance(kind, (Shard, RaggedShard))
-        parts = [each for part in parts for each in spans_of_ranks(kind, part, mesh.shape[axis])]
-    return tuple(parts)
+        spans = [each for span in spans for each in spans_of_ranks(kind, span, mesh.shape[axis])]
+    return tuple(spans)
 
 
 Plan = LocalPlan | ReplicatedPlan | InPlacePlan

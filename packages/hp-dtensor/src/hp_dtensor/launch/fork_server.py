@@ -66,7 +66,9 @@ class _Request:
     """A process to start: `python -m PROGRAM ARGUMENT ...`, with `-c`, or without option for a script.
 
     Attributes:
-        numbers: those of its files.
+        safe_path, unbuffered: the options -P and -u.
+        environment, folder: its variables and working directory.
+        numbers: its number for each file descriptor that is passed with the request.
         blocked: numbers of its blocked signals.
         ignored: numbers of its ignored signals, such as SIGHUP under nohup.
     """
@@ -138,7 +140,7 @@ class ForkServer:
             self._process.wait()
 
     def request(self, request: _Request, files: Sequence[int]) -> int | None:
-        """Return the number of a new child of this process, or None if the server has died."""
+        """Return the process id of a new child of this process, or None if the server has died."""
         with self._lock:
             try:
                 if self._socket is None:
@@ -191,7 +193,7 @@ class ForkServer:
 
     @classmethod
     def beside(cls, imported: _Imported, passed: Sequence[int]) -> ForkServer:
-        """Return a server for this forked process: a fork of it without the files that were passed to it."""
+        """Return a server for this forked process: a fork of it, without `passed`, the descriptors of its own files."""
         server = cls(imported.platform)
         server._environment = imported.environment
         server._socket, theirs = _socket_pair()
@@ -260,6 +262,7 @@ class _ForkedProcess(subprocess.Popen[Any]):
         super().__init__(args, **options)
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
+        # The parameters of the overridden method of CPython, in its order.
         pass_fds, cwd, env, _, _, _, *pipes = rest[:12]
         p2cread, _, _, c2pwrite, _, errwrite = pipes
         standard = [number if fd == -1 else fd for number, fd in enumerate((p2cread, c2pwrite, errwrite))]
@@ -373,9 +376,9 @@ def _serve(channel: socket.socket, imported: _Imported) -> NoReturn:
 
 
 def _fork_orphan(channel: socket.socket, request: _Request) -> bool:
-    """Fork a process whose parent is the one that asks, and report its number. Return True in the forked process.
+    """Fork a child of the requesting process, and send that the child's id. Return True in the child.
 
-    When the number arrives, the process has its own session and receives signals.
+    When the id arrives, the child has its own session and receives signals.
     """
     reading, writing = os.pipe()
     between = os.fork()
@@ -384,7 +387,7 @@ def _fork_orphan(channel: socket.socket, request: _Request) -> bool:
         if os.fork() != 0:
             os._exit(0)
         os.close(reading)
-        # With the end of the process between, the one that asks becomes the parent.
+        # When the process between has ended, the requesting one, a subreaper now, becomes the parent.
         while os.getppid() == between:
             time.sleep(0.0005)
         os.setsid()
@@ -399,7 +402,7 @@ def _fork_orphan(channel: socket.socket, request: _Request) -> bool:
     number = os.read(reading, 64)
     os.close(reading)
     if not number:
-        # The process has died: the one that asks sees the end of this server.
+        # The child has died: the requesting process sees the end of this server.
         os._exit(1)
     channel.send(number)
     return False
@@ -470,6 +473,8 @@ def _program(args: Sequence[str]) -> tuple[str, str, tuple[str, ...], bool, bool
 
 
 def _alike(some: dict[str, str], others: dict[str, str]) -> bool:
+    """Return whether two environments agree on the variables that are read by imports."""
+
     def read(environment: dict[str, str]) -> dict[str, str]:
         names = (name for name in environment if name.startswith(_READ_BY_IMPORTS) and name != "PYTHONPATH")
         return _ONE_THREAD | {name: environment[name] for name in names}
@@ -490,7 +495,7 @@ def _record(pid: int, environment: dict[str, str]) -> None:
 
 
 def _identity(pid: int) -> str:
-    """Return the number of a process with its start time, since numbers are used again."""
+    """Return the id of a process with its start time, since ids are used again."""
     stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     # The second field is the program's name in parentheses, which may contain spaces.
     return f"{pid}-{stat.rpartition(')')[2].split()[19]}"

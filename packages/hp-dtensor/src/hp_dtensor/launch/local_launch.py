@@ -57,6 +57,9 @@ def launch(
         nodes: the machines of the job, of which this process is the first one; `replacement` is then required. Each
             has `num_ranks / nodes.size` ranks. Arguments and results are JSON values.
 
+    Returns:
+        The results by rank. An empty list if the ranks have ended by a signal whose handler here does not raise.
+
     Raises:
         CapabilityError: a process of the platform joins a job only once, and there are several machines, or this
             system has no memory that outlives ranks. All ranks have been ended.
@@ -114,13 +117,13 @@ def serve_node(
     grace_seconds: float = 5.0,
     stop_seconds: float | None = None,
 ) -> Any:
-    """Run the ranks of one machine for a job that `launch` runs on the first one, and return the result given there.
+    """Run the ranks of this machine for a job that `launch` runs on the first machine, and return `Nodes.result`.
 
     Args:
-        target: the function of `launch` there; its arguments come from there.
-        file: of `Nodes` there.
-        node, num_nodes: number of this machine, not 0, and number of machines with ranks. From `num_nodes` on, it waits
-            until another one is lost.
+        target: the same function as in that call of `launch`, which sends its arguments.
+        file: the file of `Nodes` there.
+        node, num_nodes: number of this machine, not 0, and number of machines with ranks. A machine with a number from
+            `num_nodes` on is a spare one, which waits until another machine is lost.
         num_ranks: ranks of the job.
 
     Raises:

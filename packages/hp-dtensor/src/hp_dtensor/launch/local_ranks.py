@@ -450,11 +450,13 @@ class Failure:
     """The failure of one rank.
 
     Attributes:
-        headline: what happened, in one line.
+        headline: what happened, in one line, to follow `rank 3 of 8`.
         details: traceback or last output.
-        when: time of detection.
+        when: `time.monotonic()` of the exception, or of the detection of an end.
         died: whether the process ended without reporting an exception.
+        address_in_use: the port for joining the job was taken.
         kind: class name of the exception.
+        signal: number of the signal that has ended the process; None: none.
         traceback: its traceback, where `details` leaves it out.
     """
 
@@ -476,6 +478,7 @@ _HINTS: dict[int, str] = {
 
 
 def failure_of_exception(message: Failed) -> Failure:
+    """Return the failure of a rank that has reported an exception."""
     verb = "could not start" if message.phase == "start" else "failed"
     in_use = message.phase == "start" and bool(_ADDRESS_IN_USE.search(message.what))
     details, rest = (message.traceback, "") if message.needs_traceback else ("", message.traceback)
@@ -484,6 +487,7 @@ def failure_of_exception(message: Failed) -> Failure:
 
 
 def failure_of_end(code: int | None, tail: str) -> Failure:
+    """Return the failure of a process that has ended with exit code `code`, the negative of a signal's number."""
     details, now = f"its last output:\n{tail}" if tail else "", time.monotonic()
     if code is not None and code < 0:
         hint = _HINTS.get(-code, "")

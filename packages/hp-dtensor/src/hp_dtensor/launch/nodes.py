@@ -49,6 +49,8 @@ _MESSAGES = {kind.__name__: kind for kind in (Imported, Joined, Leave, Left, Los
 class Nodes:
     """The machines of a job, as the process of the first one sees them; a context manager.
 
+    A place is the index of a machine among those with ranks. Place 0 is this machine's.
+
     Args:
         size: machines with ranks. Further ones that connect are spare.
         file: file in a folder that all machines see, by which they find this process.
@@ -66,7 +68,7 @@ class Nodes:
         self._host = host
         self._lock = threading.Lock()
         self._nodes: list[_Node] = []
-        # The places that have ranks, and the machine of each, but for the first place, which is this machine's.
+        # The places other than 0 that have ranks, and the machine of each.
         self._used: Collection[int] = range(1, size)
         self._places: dict[int, _Node] = {}
         self._write_file()
@@ -92,7 +94,7 @@ class Nodes:
             node.close()
 
     def place(self, number: int) -> _Node | None:
-        """Return the machine of a place, which may be lost; None: the first machine."""
+        """Return the machine of a place, which may be lost; None: this machine."""
         return self._places.get(number)
 
     def lost(self) -> list[int]:
@@ -100,17 +102,17 @@ class Nodes:
         return [place for place in self._used if place not in self._places or not self._places[place].is_alive]
 
     def clear(self) -> None:
-        """Take all places back, each of which has ranks again: after `share` a machine has several."""
+        """Make all places free, and let each have ranks again: after `share` a machine may have several places."""
         self._places.clear()
         self._used = range(1, self.size)
 
     def use(self, places: Collection[int]) -> None:
-        """Have ranks at these places only; machines of other ones are spare from now on."""
+        """Let only these places have ranks. The machines of all others become spare ones."""
         self._used = sorted(set(places) - {0})
         self._places = {place: node for place, node in self._places.items() if place in self._used}
 
     def fill(self) -> list[int]:
-        """Give lost places to machines without one, preferably a machine's own, and return those that remain."""
+        """Assign lost places to machines without a place, preferably their own, and return the places still lost."""
         with self._lock:
             free = [node for node in self._nodes if node.is_alive and node not in self._places.values()]
         for place in self.lost():
@@ -123,7 +125,7 @@ class Nodes:
         return self.lost()
 
     def share(self) -> None:
-        """Give lost places to machines that have a place already; with none, to the first one."""
+        """Assign lost places to machines that have a place already, or to this machine if there are none."""
         alive = [node for node in self._places.values() if node.is_alive]
         for index, place in enumerate(self.lost()):
             if alive:
@@ -140,7 +142,7 @@ class Nodes:
     def _write_file(self) -> None:
         values = {"host": self._host, "port": self._server.getsockname()[1], "token": self._token}
         draft = self._file.with_name(f"{self._file.name}.incomplete-{self._token[:8]}")
-        # Whoever reads it can start processes.
+        # For the owner only, since with the secret processes can be started.
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             json.dump(values, out)
             out.flush()
@@ -200,6 +202,7 @@ class _Node:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def start(self, rank: int, size: int, *, again: bool) -> _RemoteProcess:
+        """Start a rank there; see `LocalRanks._spawn`. On a lost machine it has ended already."""
         reader, writer = Pipe(duplex=False)
         process = _RemoteProcess(rank, cast(Any, None), reader, None, node=self, id=next(self._ids))
         with self._lock:
@@ -217,6 +220,7 @@ class _Node:
         self.channel.close()
 
     def forget(self, process: _RemoteProcess) -> None:
+        """Ignore what the machine still sends about a process that was released."""
         with self._lock:
             _, writer = self._processes.pop(process.id, (None, None))
         if writer is not None:
@@ -238,6 +242,7 @@ class _Node:
             self.channel.close()
 
     def _pass_on(self, values: dict[str, Any]) -> None:
+        """Write a message about a process to its pipe, or store its end."""
         process, writer = self._processes.get(values["id"], (None, None))
         # A sign of life, or the process has been released.
         if process is None or writer is None:
@@ -246,7 +251,7 @@ class _Node:
             if "failure" not in values:
                 writer.send(values["returned"] if "returned" in values else _decode(values["message"]))
                 return
-            # Clocks differ between machines.
+            # Not the time there: clocks differ between machines.
             failure = Failure(**(values["failure"] | {"when": time.monotonic()}))
             if not values["has_ended"]:
                 writer.send(failure)
@@ -266,7 +271,7 @@ class _RemoteProcess(Process):
     """The process of a rank on another machine. Its `connection` yields the messages that have come from there.
 
     Attributes:
-        end: how it has ended, when its connection is closed.
+        end: the failure by which it has ended; set before its connection is closed.
     """
 
     node: _Node = field(kw_only=True)
@@ -274,9 +279,9 @@ class _RemoteProcess(Process):
     end: Failure | None = None
 
     def send(self, message: Any) -> None:
-        # `Setup` is written on the other machine.
+        # The other machine makes its own `Setup`.
         if isinstance(message, Run):
-            # Written by this process.
+            # Pickled by this process. The connection carries JSON only.
             self._ask("run", args=pickle.loads(message.args))
         elif not isinstance(message, Setup):
             self._ask("send", message=_encode(message))
@@ -398,7 +403,7 @@ class RanksOfNode(ReplacedRanks):
         Args:
             file, node: of `Nodes`, and the number of this machine.
             seconds: time to wait for the first machine, at the start and after it was lost.
-            check: called regularly; it raises to end this.
+            check: called regularly; it raises to stop serving.
 
         Raises:
             LaunchError: the job has failed, or the first machine did not come.
@@ -437,6 +442,7 @@ class RanksOfNode(ReplacedRanks):
                 self._do(values)
 
     def _do(self, values: dict[str, Any]) -> None:
+        """Carry out a request of the first machine."""
         do, process = values["do"], self._by_id.get(values["id"])
         if do == "start":
             if values["size"] != self.size:
@@ -521,7 +527,7 @@ class _Channel:
             self._connection.settimeout(None)
 
     def receive(self, most: int = _MOST_BYTES) -> dict[str, Any] | None:
-        """Wait for an object; None: the other machine is lost, or what comes is none."""
+        """Wait for an object; None: the other machine is lost, or has sent something else or over `most` bytes."""
         try:
             (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
             found = json.loads(self._read(size)) if size <= most else None

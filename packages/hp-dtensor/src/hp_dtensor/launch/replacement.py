@@ -62,17 +62,18 @@ class Replacement:
     """Rules for the replacement of ranks that die.
 
     Attributes:
-        most: deaths in a run after which dead ranks are replaced; a lost machine counts as one. After a further one
-            fewer ranks go on, or all meet once more, to save their state (`Generation.is_last`).
+        most: number of deaths in a run after each of which the dead ranks are replaced; a lost machine counts as one
+            death. After a further one fewer ranks go on, or all meet once more to save their state
+            (`Generation.is_last`).
         stopped_seconds: time after which a rank that is stopped, as by SIGSTOP, is killed and replaced.
         report: called with messages for the user.
-        spares: processes that have imported everything and wait, so that a newcomer needs no start. While they import,
-            RANK and LOCAL_RANK are -1; they get those of the rank with its place. Where all ranks start again after a
-            death, each takes one. With several machines, on each one.
-        node_seconds: time in which another machine may take the place of a lost one, and a process that of a dead
+        spares: number of idle processes on each machine that have imported the program, so that they replace a dead
+            rank at once. RANK and LOCAL_RANK are -1 in them until then. Where all ranks start again after a death, each
+            takes one.
+        node_seconds: time to wait for another machine in place of a lost one, and for the process that replaces a dead
             rank.
-        remaining: function of the number of ranks and the dead ones, which returns those that go on where no newcomer
-            comes, by their next ranks; empty: they cannot. The others are ended.
+        remaining: `remaining(size, dead)` returns the ranks that go on without newcomers, in the order of their new
+            ranks; empty: they cannot go on. The others are ended.
     """
 
     most: int
@@ -226,8 +227,8 @@ class ReplacedRanks(LocalRanks):
         num_uncounted = max(0, self._count(dead) - num_counted)
         self._num_deaths += num_uncounted
         self._gone |= {process.rank for process in dead}
-        # Ranks that were killed because they hung do not end the generation that begins without them. Only now is it
-        # known that others can go on.
+        # Ranks that were killed because they hung do not end the generation that starts without them. Only now is it
+        # known whether others can go on.
         can_go_on = self._generation.number > last_met and self._remaining()
         if self._generation.is_last and (num_uncounted or not dead) and not can_go_on:
             raise self._exhausted()
@@ -281,6 +282,7 @@ class ReplacedRanks(LocalRanks):
         return self.replacement.remaining(self.size, without) if without else ()
 
     def _report(self, dead: Sequence[Process], members: Sequence[int], reasons: list[str]) -> None:
+        """Report the deaths and what follows to the user. A hang without deaths is added to `reasons`."""
         if self._memory and not dead:
             reasons.append(_HANG)
             self.replacement.report(f"{_HANG}; all ranks start again")
@@ -408,6 +410,7 @@ class ReplacedRanks(LocalRanks):
         process.signal(signal.SIGKILL)
 
     def _respawn(self, process: Process) -> None:
+        """Replace the process of a rank by a new or spare one."""
         process.release()
         rank = process.rank
         self._processes[rank] = self._start_again(self._slots[rank])

@@ -106,7 +106,7 @@ class Module:
     """To do: remove this class, and import the framework's module class under this name.
 
     Assignment to an attribute registers parameters and modules. It has `register_buffer(name, tensor)` and `training`.
-    Where the framework's class differs, a subclass of it stands here.
+    If the framework's class differs, define a subclass of it here.
     """
 
 
@@ -264,6 +264,7 @@ def _methods(title: str) -> Iterator[str]:
 
 
 def _method(title: str, name: str, function: Any) -> str:
+    """Return the source of a method of `Platform` whose body is a to-do."""
     signature = inspect.signature(function)
     plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     text = inspect.getdoc(function) or inspect.getdoc(getattr(Platform, name.removeprefix("_"))) or ""
@@ -291,7 +292,7 @@ def _operations() -> str:
 
 
 def _raising(where: str, what: str, indent: int) -> str:
-    """Return the statement that says what to do, in lines of at most 120 characters."""
+    """Return a `raise` statement whose message says `what` to do at `where`, in lines of at most 120 characters."""
     lines = textwrap.wrap(f"{where}: {' '.join(what.split())}", 105, drop_whitespace=False)
     listed = "".join(f"{' ' * (indent + 4)}{line!r}\n" for line in lines)
     return f"{' ' * indent}raise NotImplementedError(\n{listed}{' ' * indent})\n"

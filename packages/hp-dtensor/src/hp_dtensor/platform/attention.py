@@ -24,7 +24,7 @@ TINY = 1e-30
 
 
 class BlockScores(NamedTuple):
-    """How the scores of a block are computed from `q k`: scaling, soft cap, mask and dropout.
+    """Scaling, soft cap, mask and dropout of the products of queries and keys of one block.
 
     Attributes:
         scale: factor on the products.
@@ -95,9 +95,9 @@ class AttentionInterface:
             rows: int64, the seed of each row of the batch.
             heads, queries, keys: int64, indices of the heads, and positions in the full sequence.
         """
-        kept = dropout_mask(p, rows, heads, queries, keys)
+        mask = dropout_mask(p, rows, heads, queries, keys)
         return self.from_numpy(
-            kept.astype(np.float32) / np.float32(1 - p) if p < 1 else np.zeros(kept.shape, "float32")
+            mask.astype(np.float32) / np.float32(1 - p) if p < 1 else np.zeros(mask.shape, "float32")
         )
 
     def attention_block(self, query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
@@ -129,10 +129,11 @@ class AttentionInterface:
         lse: Tensor,
         scores: BlockScores,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the block's contributions to the gradients of queries, keys and values.
+        """Return the block's contributions to the gradients of queries, keys and values, in their shapes.
 
         Args:
             grad, out, lse: gradient, attention and log-sum-exp of these queries over *all* keys, not only the block's.
+                `lse` is finite: each query sees a key of some block.
         """
         ops, groups = self.ops, _groups(query, key)
         q, k, v, grad, out = (self._accurate(x) for x in (query, key, value, grad, out))
@@ -162,9 +163,9 @@ class AttentionInterface:
         return d_q, d_k, d_v
 
     def merge_blocks_in_place(self, one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Compute `hp_dtensor.parallel.attention.blockwise.merge_blocks` in the memory of `one`, and return `one`.
+        """Write the result of `hp_dtensor.parallel.attention.blockwise.merge_blocks` into `one`, and return `one`.
 
-        None, the default: `merge_blocks` composes the merge of `ops`.
+        Return None, the default, if `merge_blocks` shall compose the merge of `ops`.
         """
         return None
 

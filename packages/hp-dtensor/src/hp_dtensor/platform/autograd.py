@@ -57,11 +57,11 @@ class SavedOperations:
     """Saves results of the framework's own operations for recomputation. The default saves none."""
 
     def first(self) -> AbstractContextManager[Any]:
-        """Save the results of the operations in the block."""
+        """Save the results of the operations in the block, the first forward."""
         return nullcontext()
 
     def again(self) -> AbstractContextManager[Any]:
-        """Replace the operations in the block by their saved results, call by call."""
+        """Replace the operations in the block, the recomputation, by their saved results in the order of the calls."""
         return nullcontext()
 
     def paused(self) -> AbstractContextManager[Any]:
@@ -128,10 +128,10 @@ class AutogradInterface(ABC):
         """Return whether this thread is running inside a backward of the framework."""
 
     def needs_first_operand(self) -> bool:
-        """Return whether the product whose backward reads a saved tensor needs the values of its first operand.
+        """Return whether the product whose saved tensor is being read needs the values of its first operand.
 
-        It does not in the first part of `split_backward`, which computes no gradient of the second operand. Called only
-        while a saved tensor is read; by default True.
+        They are needed only for the gradient of the second operand, which the first part of `split_backward` does not
+        compute. Called only while a saved tensor is read; by default True.
         """
         return True
 

@@ -14,10 +14,10 @@ hookspec = pluggy.HookspecMarker("hp")
 
 @hookspec
 def hp_platform() -> Platform:  # type: ignore[empty-body]
-    """Return this plugin's platform. Called once, when a platform is first asked for.
+    """Return this plugin's platform. Called once, when a platform is first requested.
 
     May raise `PlatformError` when the framework behind it is missing or too old; the platform then counts
-    as unavailable, and the error is shown where it is asked for by name. Since 0.1.
+    as unavailable, and the error is shown when it is requested by name. Since 0.1.
     """
 
 

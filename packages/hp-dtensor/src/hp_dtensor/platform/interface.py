@@ -145,14 +145,18 @@ class TensorInterface(ABC):
     shard_names: frozenset[str] = frozenset()
 
     def dtype(self, name: str) -> DType:
-        """Return the framework's dtype of a name in `DTYPE_NAMES`, by default from `dtypes`."""
+        """Return the framework's dtype of a name in `DTYPE_NAMES`, by default from `dtypes`.
+
+        Raises:
+            ValueError: an unknown name, or a dtype that the framework lacks.
+        """
         if name not in self.dtypes:
             known = ", ".join(self.dtypes) or f"those that platform {self.name!r} lists in `dtypes`: none yet"
             raise ValueError(f"dtype {name!r} is unknown; expected one of {known}")
         return self.dtypes[name]
 
     def has_dtype(self, name: str) -> bool:
-        """Return whether the framework has the dtype of a name in `DTYPE_NAMES`: whether `dtype` returns one.
+        """Return whether the framework has the dtype of a name in `DTYPE_NAMES`.
 
         float32, int64 and bool are required. The conformance suites skip the tests of others that are missing.
         """
@@ -163,7 +167,11 @@ class TensorInterface(ABC):
         return True
 
     def dtype_name(self, dtype: DType) -> str:
-        """Return the name in `DTYPE_NAMES` of a framework dtype."""
+        """Return the name in `DTYPE_NAMES` of a framework dtype.
+
+        Raises:
+            ValueError: a dtype without such a name.
+        """
         # By equality, because the dtypes of some frameworks cannot be dictionary keys.
         found = next((name for name, each in self.dtypes.items() if each == dtype), None)
         if found is None:
@@ -229,9 +237,9 @@ class TensorInterface(ABC):
 
     @abstractmethod
     def set_data(self, x: Tensor, data: Tensor) -> None:
-        """Let a plain tensor have values, shape and memory of another one. It counts as a write to `x`.
+        """Give the plain tensor `x` the values, shape and memory of `data`. It counts as a write to `x`.
 
-        Other tensors on its former memory keep their values.
+        Other tensors that share the former memory of `x` are unchanged.
         """
 
     @abstractmethod
@@ -430,7 +438,7 @@ class ModuleInterface(ABC):
     def named_parameters(
         self, module: Module, recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters with dotted names."""
+        """Yield (dotted name, parameter), a shared parameter once unless `remove_duplicate` is False."""
 
     def named_buffers(self, module: Module) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of `module` and its sub-modules with dotted names. By default modules have none."""
@@ -553,7 +561,7 @@ class ProcessInterface(ABC):
     def serve_meeting_point(self, host: str) -> tuple[str, Callable[[], None]]:
         """Serve a meeting point in this process, which is not a rank; return its address and a function that closes it.
 
-        Ranks join there with `connect_served`. Closing it makes ranks fail that still wait there.
+        Ranks join there with `connect_served`. Ranks that still wait there when it is closed fail.
 
         Raises:
             CapabilityError: a process of the platform joins a job only once, which is the default. After the death of a
@@ -634,7 +642,7 @@ class ProcessInterface(ABC):
 
     @property
     def records_by_thread(self) -> bool:
-        """Whether each thread records its own autograd graph, which simulated ranks need."""
+        """True if each thread records its own autograd graph, which simulated ranks need."""
         return True
 
     def rank_state(self) -> Any:

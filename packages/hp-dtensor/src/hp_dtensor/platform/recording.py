@@ -21,6 +21,7 @@ class CollectiveRecord:
     """One collective of this rank.
 
     Attributes:
+        name: the collective, by its name in `hp_dtensor.ProcessGroup`.
         group: global ranks.
         wire_bytes: what this rank sends to others, in bytes.
         module: the innermost module of the log whose forward, or the backward of whose forward, started it. "" outside
@@ -38,7 +39,7 @@ class CollectiveRecord:
 # By identity, because two logs may hold equal records.
 @dataclass(slots=True, eq=False)
 class CollectiveLog:
-    """The collectives of this rank, in order.
+    """The collectives of this rank, in order. `count` and `wire_bytes` take the name of a collective, or None for all.
 
     Attributes:
         modules: names of modules by `id`.
@@ -56,7 +57,7 @@ class CollectiveLog:
         return sum(record.wire_bytes for record in self.records if name in (None, record.name))
 
     def name_of(self, modules: Sequence[Module]) -> Path:
-        """Return the path to the first of `modules` that the log knows, or an empty path if it knows none."""
+        """Return the one-element path of the first of `modules` that the log knows, or an empty path."""
         return next(((self.modules[id(module)],) for module in modules if id(module) in self.modules), ())
 
 
@@ -143,7 +144,7 @@ def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
     """Record that the forward of a module starts.
 
     Args:
-        arrive: whether to add the log to this thread if it is new to the log, such as a thread that runs backward.
+        arrive: first give this thread a place in the log if it has none, as a thread that runs backward.
     """
     # Recomputation calls a forward in the thread of backward, which may have no place of its own.
     if arrive and all(place.log is not log for place in _thread.places):

@@ -21,7 +21,8 @@ class ThreadRegion(threading.local):
     """
 
     def __init__(self) -> None:
-        # `threading.local` calls this in every thread that uses the object, so threads of a region do not inherit it.
+        # `threading.local` calls this in every thread that uses the object: a thread started inside a block does not
+        # inherit the mode.
         self.depth = 0
         self._operations: list[str] = []
 
@@ -82,8 +83,8 @@ class _Watched:
 @contextlib.contextmanager
 def watching(ops: SimpleNamespace, note: Note) -> Iterator[None]:
     """Call `note(name, result)` after each function of `ops` that this thread calls inside the block."""
-    # Not undone at the end of the block, because other threads may be in blocks of their own. Outside of blocks a call
-    # only looks for notes.
+    # Not undone at the end of the block, because other threads may be in blocks of their own. Outside of blocks, a call
+    # costs one look-up more.
     with _installing:
         for name, function in list(vars(ops).items()):
             if not isinstance(function, _Watched):

@@ -101,11 +101,10 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class StridedShard(Placement):
-    """Dimension `dim` is sharded inside of a split into `split_factor` chunks, which a later mesh axis makes.
+    """Dimension `dim` is split into `split_factor` chunks, and every chunk is sharded over the ranks of the axis.
 
-    The dimension is split into `split_factor` chunks and each chunk into one piece per rank. Rank i holds the i-th
-    piece of every chunk. Together with `Shard(dim)` on a later axis of `split_factor` ranks, that axis is the outer
-    sharding. Same as torch's `_StridedShard`.
+    Rank i holds the i-th piece of every chunk. With `Shard(dim)` on a later axis of `split_factor` ranks, the later
+    axis is the outer sharding; two plain `Shard(dim)` nest in the order of the axes. Same as torch's `_StridedShard`.
 
     Examples:
         >>> StridedShard(0, split_factor=2).is_shard(0)

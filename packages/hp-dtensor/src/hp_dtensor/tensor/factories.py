@@ -178,7 +178,7 @@ def randn(
 
 
 def manual_seed(seed: int, device_mesh: DeviceMesh) -> None:
-    """Set the generators of all ranks of the mesh to the same state. All ranks make the call.
+    """Seed this rank's default generator. All ranks of the mesh make the call, so that their states are equal.
 
     Examples:
         >>> def program(placement):
@@ -201,6 +201,11 @@ def _make(
     fill: Fill,
     of: complex = 0.0,
 ) -> Any:
+    """Return the DTensor whose shard `fill(platform, spec)` returns; see `zeros` for the other arguments.
+
+    Args:
+        of: the number whose default dtype is used if `dtype` is None.
+    """
     if layout is not None and str(layout) != "torch.strided":
         raise ValueError(f"a factory creates dense tensors, layout torch.strided; got layout={layout!r}")
     mesh = require_mesh("a factory", device_mesh if device_mesh is not None else get_current_mesh())
@@ -224,6 +229,7 @@ def _make(
 
 
 def _drawn(platform: Platform, spec: TensorSpec, distribution: str) -> Tensor:
+    """Return this rank's shard of a random tensor; see `Platform.random`."""
     # The state of a generator depends on how much was drawn before. If each rank drew only its shard, values would
     # depend on the placements.
     shard = platform.random(distribution, spec.shape, spec.dtype)

@@ -116,6 +116,7 @@ def _with_memory(platform: Platform, old: Tensor, device: Any) -> Tensor:
 
 
 def _make_buffers(platform: Platform, owner: Module, path: str, make: MakeBuffer) -> None:
+    """Replace the buffers without data that the module `owner`, whose dotted name is `path`, owns itself."""
     for name, old in list(platform.named_buffers(owner)):
         # Buffers of submodules are listed too, but are set at their owners.
         if "." in name or not platform.is_meta(old):
@@ -137,7 +138,7 @@ def meta_tensors(module: Module, platform: Platform | str | None = None) -> list
 # Initial values -------------------------------------------------------------------------------------------
 
 Array = numpy.ndarray
-_BLOCK_WORDS = 1 << 20
+_BLOCK_WORDS = 1 << 20  # 8 MiB at a time, however large the parameter is
 
 
 class Distribution(ABC):
@@ -172,7 +173,7 @@ class Uniform(Distribution):
 
 @dataclass(frozen=True)
 class Normal(Distribution):
-    """Normal distribution by the Box-Muller method; values are at most 6.7 standard deviations from the mean."""
+    """Normal distribution by the Box-Muller method; values are at most 6.8 standard deviations from the mean."""
 
     std: float
     mean: float = 0.0
@@ -229,6 +230,7 @@ def init_parameters(
 
 
 def _fill(platform: Platform, parameter: Any, distribution: Distribution, key: tuple[int, int]) -> None:
+    """Write the values of this rank's shard into a parameter."""
     shape = tuple(parameter.shape)
     offset, extent = (0,) * len(shape), shape
     local = parameter

@@ -368,6 +368,7 @@ def batch_redistribute(
 
 
 def _targets_of(tensors: Sequence[Any], placements: Any) -> list[TensorSpec]:
+    """Return the target spec of each tensor; see `batch_redistribute` for `placements` and errors."""
     for_all = (
         placements is None or isinstance(placements, Placement) or any(isinstance(p, Placement) for p in placements)
     )
@@ -392,6 +393,7 @@ def _targets_of(tensors: Sequence[Any], placements: Any) -> list[TensorSpec]:
 
 
 def _redistribute_together(tensors: Sequence[Any], targets: Sequence[TensorSpec], bucket_bytes: int) -> list[Any]:
+    """Return the redistributed tensors, of which none has its target spec yet; see `batch_redistribute`."""
     sources: list[TensorSpec] = [x.spec for x in tensors]
     locals_ = [source.mesh.platform.unwrap(x) for x, source in zip(tensors, sources, strict=True)]
     plans = [

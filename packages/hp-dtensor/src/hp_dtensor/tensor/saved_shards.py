@@ -1,10 +1,9 @@
 """Gathered inputs of which autograd saves the shard: backward gathers them again.
 
 Ranks that shard a sequence between modules gather it before a product whose weight is sharded by columns. Autograd
-would save the gathered input; Megatron-LM saves the shard and gathers again (arXiv 2205.05198, section 4.2.2). Here a
-tensor that `reshard_after_forward` marks carries a `SavedShard`, which `linear` saves in place of the tensor by the
-framework's hooks on saved tensors, as do functions that `saving_shard` returns. All other operations save what they
-always save.
+would save the gathered input; Megatron-LM saves the shard and gathers again (arXiv 2205.05198, section 4.2.2). Here
+`reshard_after_forward` marks the gathered tensor with a `SavedShard`. `linear`, and functions that `saving_shard`
+returns, save it in place of the tensor by the framework's hooks on saved tensors. Other operations save the tensor.
 """
 
 from __future__ import annotations
@@ -100,15 +99,15 @@ class SavedShard:
     def call(self, mark: _Mark, function: Callable[..., Any], x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return `function(x, ...)`, where autograd saves this shard in place of `x`, which is marked so."""
         platform = self._platform
-        # Frameworks call the innermost hooks only: those below would hide what is saved from the program's. Offloading
-        # has hooks too, and copies the shard by `saving_tensors`.
+        # Frameworks call the innermost hooks only: those below would hide what is saved from the program's hooks.
+        # Offloading has hooks too, and copies the shard by `saving_tensors`.
         if is_hooked(platform) or platform.version(x) != mark.version:
             return function(x, *args, **kwargs)
-        # Only hooks beside a `saving_tensors` remain, such as an offload's. Those below hide them, so its function is
-        # asked for now.
+        # Hooks that remain are those of a `saving_tensors` block, such as an offload. Those below hide them, so its
+        # function is looked up now.
         is_offloaded, save = platform.saving_hooks() is not None, saver(platform)
-        whole = tuple(platform.local_shape(x))
-        size, address = math.prod(whole), x.data_ptr()
+        full_shape = tuple(platform.local_shape(x))
+        size, address = math.prod(full_shape), x.data_ptr()
 
         def pack(saved: Tensor) -> Any:
             shape = tuple(saved.shape)
@@ -117,7 +116,7 @@ class SavedShard:
             # than two dimensions.
             is_view = saved.data_ptr() == address and math.prod(shape) == size and platform.strides(saved) == contiguous
             is_view = is_view and size > 0  # all tensors without elements may have one address
-            if not (is_view or (shape == whole and len(shape) > 2)):
+            if not (is_view or (shape == full_shape and len(shape) > 2)):
                 # The framework does not check the versions of tensors that hooks have packed. An offload must not copy
                 # parameters.
                 is_parameter = platform.is_leaf(saved) and platform.requires_grad(saved)
