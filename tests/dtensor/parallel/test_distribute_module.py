@@ -249,6 +249,7 @@ def _wrong_plans(platform: Platform) -> list[str]:
         {"up": ColwiseParallel(), "*": RowwiseParallel()},
         {"up": ColwiseParallel(), "norm": _Odd()},
         {"up": ColwiseParallel(), "": RowwiseParallel()},
+        {"up": ColwiseParallel(), "norm": _Elsewhere()},
     ]
     messages = []
     for plan in plans:
@@ -267,14 +268,20 @@ class _Odd(ColwiseParallel):
         return {"weight": Shard(3)}, Replicate(), Replicate()
 
 
+class _Elsewhere(ColwiseParallel):
+    def placements(self, module: Any, platform: Platform) -> Any:
+        return {"table": Shard(0)}
+
+
 def test_a_plan_of_styles_is_checked_before_anything_changes(hp_platform: Platform) -> None:
-    no_style, twice, odd, root = run_ranks(_wrong_plans, 2, hp_platform, hp_platform)[0]
+    no_style, twice, odd, root, elsewhere = run_ranks(_wrong_plans, 2, hp_platform, hp_platform)[0]
     assert "'down' has a int, expected a ParallelStyle" in no_style
     assert "two styles place up.weight" in twice
     assert "RowwiseParallel of norm.weight: placement 0" in twice
     assert "_Odd of norm.weight: placement 0" in odd
     assert "dimension 3 of a 1-dimensional tensor" in odd
     assert "RowwiseParallel of the root module: it is for a linear layer or an embedding, with a weight" in root
+    assert "_Elsewhere places norm.table, which is no parameter" in elsewhere
 
 
 def test_inputs_and_outputs_may_be_prepared_without_layouts(hp_platform: Platform) -> None:

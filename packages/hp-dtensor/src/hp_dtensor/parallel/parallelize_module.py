@@ -33,7 +33,7 @@ class ParallelStyle(ABC):
     """A layout of one module over a mesh; follows torch's `torch.distributed.tensor.parallel.ParallelStyle`.
 
     A subclass overrides `_apply`, as in torch. If it also overrides `placements` and `unfit`, its mistakes are reported
-    together with those of the whole plan, before any module is changed.
+    together with those of the plan, before any module is changed.
 
     Attributes:
         src_data_rank: the mesh coordinate whose parameters are used; None: all ranks have the same. Set by
@@ -184,6 +184,9 @@ def _placement_problems(platform: Platform, mesh: DeviceMesh, matches: Matches) 
             where = dotted(path, name)
             if where in seen:
                 planned.problems.append(f"two styles place {where}; give its module one pattern")
+                continue
+            if name not in parameters:
+                planned.problems.append(f"{type(style).__name__} places {where}, which is no parameter")
                 continue
             placed = placed_as(parameters[name], mesh)
             # Placed already, as a tied parameter is whose other module has got its style before.

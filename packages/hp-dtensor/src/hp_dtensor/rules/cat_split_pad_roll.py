@@ -1,8 +1,8 @@
 """Rules of operations that move elements along a dimension: cat, stack, split, pad, repeat, diagonals, roll, flip.
 
-The dimensions whose size changes are unsharded: the shards of the result would hold rows of other ranks' shards.
-Gathering is simpler, but sends up to ranks - 1 times as much. `roll` and `flip` keep the input's sharding: ranks send
-each other the rows that change their owner, at most what each rank holds.
+The dimensions whose size changes are unsharded: the shards of the result would hold rows of other ranks' shards. They
+are gathered, which is simpler than an exchange of rows, but sends up to ranks - 1 times as much. `roll` and `flip` keep
+the input's sharding: ranks send each other the rows that change their owner, at most what each rank holds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _cat(call: OpCall) -> Factorization:
 
 
 def _each(count: int) -> tuple[frozenset[int], ...]:
-    """Return the terms of a result that is partial if all of `count` inputs are: it is the sum of their images."""
+    """Return the terms of a sum of linear functions, each of one of `count` inputs (`PartialResults.terms`)."""
     return tuple(frozenset({i}) for i in range(count))
 
 
@@ -100,7 +100,7 @@ def _stack(call: OpCall) -> Factorization:
 
 
 def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any) -> Factorization:
-    """Return the rule of an operation with one output per length, which is the output's size in dimension `dim`."""
+    """Return the rule of an operation whose outputs have the sizes `lengths` in dimension `dim`, which is unsharded."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     names = [f"o{i}" for i in range(len(lengths))]
     outputs = tuple((*dims[:dim], (name,), *dims[dim + 1 :]) for name in names)
@@ -112,6 +112,8 @@ def with_lengths(call: OpCall, dim: int, lengths: Sequence[int], **options: Any)
 def _split(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     total, sizes = call.tensors[0].shape[dim], call["sizes"]
+    if isinstance(sizes, int) and sizes < 1:
+        raise call.needs_replicated("its rule needs sizes of at least 1")
     lengths = _chunk_sizes(total, sizes) if isinstance(sizes, int) else list(sizes)
     if sum(lengths) != total:
         raise call.refuse(f"expected sizes that sum to {total}, got {lengths}")
@@ -121,6 +123,8 @@ def _split(call: OpCall) -> Factorization:
 def _chunk(call: OpCall) -> Factorization:
     dim = call.dim(call["dim"])
     total, chunks = call.tensors[0].shape[dim], call["chunks"]
+    if chunks < 1:
+        raise call.needs_replicated("its rule needs at least one chunk")
     # torch may return fewer chunks than asked for, since all but the last have the size ceil(total / chunks).
     lengths = _chunk_sizes(total, -(-total // chunks)) if total else [0] * chunks
     return with_lengths(call, dim, lengths, partial=LINEAR)
@@ -158,11 +162,13 @@ def _pad(call: OpCall) -> Factorization:
 
 
 def _repeat(call: OpCall) -> Factorization:
-    """Repeat with unsharded repeated dimensions: the first shard of the result would consist of all of the input."""
+    """Repeat along unsharded dimensions: the first shard of the result would need all shards of the input."""
     shape, repeats = call.tensors[0].shape, tuple(call["repeats"])
     # `tile` pads the repeats in front, as NumPy does; `repeat` needs one for each dimension.
     if call.name == "tile":
         repeats = (1,) * (len(shape) - len(repeats)) + repeats
+    if len(repeats) < len(shape):
+        raise call.needs_replicated("its rule needs a number of repeats for each dimension")
     dims, sizes = dim_factors("d", shape)
     aligned: Dims = (*((),) * (len(repeats) - len(shape)), *dims)
     output: list[Dim] = []
@@ -177,6 +183,8 @@ def _unfold(call: OpCall) -> Factorization:
     shape = call.tensors[0].shape
     dims, sizes = dim_factors("d", shape)
     dim = call.dim(call["dimension"])
+    if call["step"] < 1:
+        raise call.needs_replicated("its rule needs steps of at least 1")
     windows = (shape[dim] - call["size"]) // call["step"] + 1
     output = (*dims[:dim], ("windows",), *dims[dim + 1 :], ("window",))
     sizes |= {"windows": windows, "window": call["size"]}
@@ -191,7 +199,7 @@ def _diagonal(call: OpCall) -> Factorization:
     rows, columns = shape[first] + min(offset, 0), shape[second] - max(offset, 0)
     sizes |= {"diagonal": max(0, min(rows, columns))}
     output = (*(dim for i, dim in enumerate(dims) if i not in (first, second)), ("diagonal",))
-    # Element i needs row i and column i: a shard of the rows has another part of the diagonal than its share.
+    # Element i needs row i and column i. Shard r of the rows has other elements than shard r of the diagonal.
     return linear_rule(dims, (output,), sizes, {f"d{first}", f"d{second}", "diagonal"})
 
 
@@ -288,7 +296,7 @@ def _rolled_spans(first: int, size: int, span: Span) -> list[Span]:
 
 
 def _move_shards(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
-    """Exchange rows between ranks so that those of each shard get to their `targets`."""
+    """Exchange rows of `dim` between ranks: those of each shard move to its `targets`. The sharding stays the same."""
     if f"d{dim}" not in call.all_spans:  # a rank outside the mesh
         return x
     group, spans = call.all_spans[f"d{dim}"]

@@ -56,7 +56,7 @@ class ShardingLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PartialResults:
-    """How local results are reduced to the global result, and which inputs may be partial.
+    """The reductions of local results to global ones, and the inputs that may be partial.
 
     Attributes:
         reduced: factor that outputs lack -> the reduction that combines the local results. A factor that outputs
@@ -140,7 +140,7 @@ class Factorization:
         )
 
     def dim_of(self, dims: Dims, factor: str) -> int | None:
-        """Return the dimension that contains `factor`, or None if the tensor does not have it."""
+        """Return the dimension of a tensor with factors `dims` that contains `factor`; None if there is none."""
         for index, dim in enumerate(dims):
             if factor in dim:
                 return index
@@ -233,7 +233,7 @@ class Strategy:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank computes the same."""
+        """True if every rank computes the same."""
         return self.same_on_all_ranks or all(placement.is_replicate() for placement in (*self.inputs, *self.outputs))
 
 
@@ -404,7 +404,7 @@ def _on_dim(
     dims: Dims,
     now: Placement | None = None,
 ) -> Placement:
-    """Return the placement of one tensor, currently placed as `now`, if `factor` is sharded as `kind`."""
+    """Return the placement of a tensor with factors `dims`, now placed as `now`, if `factor` is sharded as `kind`."""
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE

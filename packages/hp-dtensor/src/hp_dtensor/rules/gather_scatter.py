@@ -41,6 +41,14 @@ def check_ids(platform: Platform, ids: Tensor, size: int) -> None:
     ops.embedding(ops.cast(_outside(ops, ids, size), ids.dtype), ops.zeros((1, 1), platform.dtype("float32")))
 
 
+def zeros_outside(platform: Platform, rows: Tensor, inside: Tensor) -> Tensor:
+    """Return `rows` with zeros where the mask `inside`, which broadcasts to their shape, is false."""
+    ops = platform.ops
+    if platform.is_floating(rows.dtype):
+        return ops.masked_fill(rows, ops.logical_not(inside), 0.0)  # not a product: rows may be infinite
+    return ops.mul(rows, ops.cast(inside, rows.dtype))
+
+
 def _outside(ops: Any, ids: Tensor, size: int) -> Tensor:
     return ops.logical_or(ops.lt(ids, 0), ops.ge(ids, size))
 
@@ -136,9 +144,7 @@ def _pick_own(dim: int, call: LocalCall) -> Any:
     # The mask of `gather` has the result's shape, that of `index_select` only its dimension of positions.
     if call.name == "index_select":
         inside = ops.reshape(inside, (-1, *[1] * (len(x.shape) - dim - 1)))
-    if platform.is_floating(rows.dtype):
-        return ops.masked_fill(rows, ops.logical_not(inside), 0.0)  # not a product: rows may be infinite
-    return ops.mul(rows, ops.cast(inside, rows.dtype))
+    return zeros_outside(platform, rows, inside)
 
 
 def _picked_zeros(call: LocalCall, dim: int) -> Any:
@@ -158,6 +164,8 @@ def _scatter(call: OpCall) -> Factorization:
     """Scatter with parallel dimensions where input, index and source (if it is a tensor) have the same size."""
     target, others = call.tensors[0].shape, [spec.shape for spec in call.tensors[1:]]
     dim = call.dim(call["dim"])
+    if any(len(shape) != len(target) for shape in others):
+        raise call.needs_replicated("its rule needs an index and a source with as many dimensions as the input")
     dims, sizes = dim_factors("d", target)
     fixed = {f"d{dim}"}
     # A source element is written to the row of its own index, so a rank needs index, source and target at the same

@@ -100,7 +100,7 @@ def _select(call: OpCall) -> Factorization:
 def partial_from_owners(
     call: OpCall, rule: Factorization, factors: Sequence[str], local: Callable[[LocalCall], Any]
 ) -> Factorization:
-    """Return `rule` with partial results over `factors`, of which one position is picked, except for booleans."""
+    """Return `rule` with `factors`, each picked at one position, reduced by sum; for booleans they are unsharded."""
     # The owner's row plus zeros is the row, so the result is a partial sum, and backward gives the owner its gradient.
     if call.is_bool:
         return replace(rule, limits=replace(rule.limits, fixed=rule.limits.fixed | {*factors}))
@@ -117,10 +117,10 @@ def _zeros_from(ops: Any, x: Tensor, dim: int) -> Tensor:
     return ops.cast(ops.sum(x, dim), x.dtype)
 
 
-def basic(
+def parse_index(
     call: OpCall, items: Sequence[Item], dims: Dims, sizes: Mapping[str, int]
 ) -> tuple[tuple[Dim, ...], dict[str, range], list[str]]:
-    """Parse an index: return its output dimensions, sliced factor -> positions, and the factors of single positions.
+    """Return an index's output dimensions, sliced factor -> positions, and the factors of single positions.
 
     Args:
         items: one item per dimension, and `None`s. The output dimension of a tensor item is `("tensor",)`.
@@ -268,7 +268,7 @@ def _getitem(call: OpCall) -> Factorization:
         # Indexed dimensions are unsharded. Those of the index tensors, broadcast together, are parallel.
         positions, result, fixed = _picked(call, items, dims, sizes)
         return Factorization((dims, *positions.indices), (result,), sizes, limits=unsharded(fixed), partial=LINEAR)
-    output, sliced, picked = basic(call, items, dims, sizes)
+    output, sliced, picked = parse_index(call, items, dims, sizes)
     rule = Factorization(
         (dims,),
         (output,),
@@ -332,7 +332,7 @@ def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | N
 
 def _output_factors(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[list[Dim], set[str]]:
     """Return the dimensions of `x[index]`, with new factors for sliced ones, and all factors that the index affects."""
-    output, sliced, picked = basic(call, items, dims, sizes)
+    output, sliced, picked = parse_index(call, items, dims, sizes)
     names = {factor: f"o{factor}" for factor in sliced}
     sizes |= {names[factor]: len(positions) for factor, positions in sliced.items()}
     renamed: list[Dim] = [tuple(names.get(factor, factor) for factor in dim) for dim in output]
@@ -416,7 +416,7 @@ def tensor_index(call: OpCall, items: Sequence[Item]) -> Picked:
 
 
 def _places(items: Sequence[Item]) -> list[int]:
-    """Return the dimensions indexed by integers and tensors, which are broadcast together."""
+    """Return the indices of the items that are integers or tensors, which are broadcast together."""
     return [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
 
 
@@ -455,7 +455,7 @@ def assign_to_shard(items: Sequence[Item], picked: Picked, call: LocalCall) -> T
 
 
 def _rows(call: LocalCall, place: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:
-    """Return the flattened positions of one item, broadcast to the shape of the index."""
+    """Return the flattened positions in dimension `dim` of item number `place`, on the host, broadcast to `shape`."""
     if isinstance(items[place], int):
         found = numpy.asarray(items[place])
     else:
@@ -526,7 +526,7 @@ def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _array(x: DTensor, item: Any) -> Array | None:
-    """Return a list, range, array or NumPy scalar as an array of integers or booleans."""
+    """Return a list, range, array or NumPy scalar as an array of integers or booleans; None for other items."""
     platform = x.spec.mesh.platform
     if not isinstance(item, (list, range, Array, numpy.generic)) or _holds_tensor(platform, item):
         return None

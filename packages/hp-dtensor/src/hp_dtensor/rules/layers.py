@@ -16,7 +16,7 @@ from hp_dtensor.rules.factors import (
     ShardingLimits,
     unsharded,
 )
-from hp_dtensor.rules.gather_scatter import check_ids, own_ids
+from hp_dtensor.rules.gather_scatter import check_ids, own_ids, zeros_outside
 from hp_dtensor.rules.notation import line
 from hp_dtensor.rules.reductions import sum_over
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
@@ -120,7 +120,7 @@ def _embedding_of_shard(call: LocalCall) -> Tensor:
     if padding is not None:  # the row of the padding id gets no gradient
         is_padding = ops.unsqueeze(ops.eq(ids, padding % call.sizes["vocabulary"]), -1)
         rows = ops.where(is_padding, call.platform.detach(rows), rows)
-    return ops.mul(rows, ops.cast(ops.unsqueeze(inside, -1), rows.dtype))
+    return zeros_outside(call.platform, rows, ops.unsqueeze(inside, -1))
 
 
 def _embedding_bag(call: OpCall) -> Factorization:
@@ -261,13 +261,14 @@ def _sizes(call: OpCall) -> tuple[Sizes, Sizes]:
     """Return the spatial sizes of the image and of the kernel of a convolution."""
     image, weight = call.tensors[0].shape, call.tensors[1].shape
     count = len(weight) - 2
-    if count < 1 or len(image) not in (count + 1, count + 2):  # the framework refuses anything else
-        raise call.needs_replicated("its rule needs an image or a batch of images")
+    # The framework refuses anything else.
+    if count < 1 or len(image) not in (count + 1, count + 2) or min(_spatial(call["stride"], count)) < 1:
+        raise call.needs_replicated("its rule needs an image or a batch of images, and strides of at least 1")
     return image[-count:], weight[2:]
 
 
 def _channels(call: OpCall, image: Sizes, kernel: Sizes, positions: Sizes, transposed: bool) -> Factorization:
-    """Return the rule `n ci p, co ci k (, co) -> n co q`, transposed `ci co k`. Groups need unsharded channels."""
+    """Return the rule `n ci p, co ci k (, co) -> n co q` of a convolution; transposed weights are `ci co k`."""
     shape, weight = call.tensors[0].shape, call.tensors[1].shape[:2]
     groups, count = call["groups"], len(kernel)
     # Sharded input channels give partial sums over them, sharded output channels shard the weight: row- and
@@ -307,6 +308,8 @@ def _pool(dilated: str | None) -> Rule:
         kernel = _spatial(call["kernel_size"], count)
         stride = kernel if call["stride"] in (None, ()) else _spatial(call["stride"], count)
         padding = _spatial(call["padding"], count)
+        if min(stride) < 1:
+            raise call.needs_replicated("its rule needs strides of at least 1")
         dilation = _spatial(call[dilated], count) if dilated else (1,) * count
         options = zip(call.tensors[0].shape[-count:], kernel, stride, padding, dilation, strict=True)
         return _unsharded_positions(call, tuple(_windows(*option, bool(call["ceil_mode"])) for option in options))
@@ -351,7 +354,12 @@ def _col2im(call: OpCall) -> Factorization:
 
 
 def _of_windows(call: OpCall, leading: Sizes, positions: Sizes) -> tuple[Dims, dict[str, int]]:
-    """Return the batch dimensions of im2col, and the sizes of batch, channels `c`, window elements `k`, windows `q`."""
+    """Return the batch dimensions of im2col, and the sizes of batch, channels `c`, window elements `k`, windows `q`.
+
+    Args:
+        leading: sizes of the batch and the channels.
+        positions: height and width of the image.
+    """
     kernel, stride, padding, dilation = (
         _spatial(call[name], 2) for name in ("kernel_size", "stride", "padding", "dilation")
     )
@@ -386,7 +394,9 @@ def _interpolate(call: OpCall) -> Factorization:
     if call["size"] is not None:
         return _unsharded_positions(call, _spatial(call["size"], len(positions)))
     factor = call["scale_factor"]
-    factors = [factor] * len(positions) if isinstance(factor, (int, float)) else list(factor)
+    factors = [factor] * len(positions) if isinstance(factor, (int, float)) else list(factor or ())
+    if len(factors) != len(positions):
+        raise call.needs_replicated("its rule needs a size, or a factor for each spatial dimension")
     return _unsharded_positions(call, tuple(int(n * f) for n, f in zip(positions, factors, strict=True)))
 
 

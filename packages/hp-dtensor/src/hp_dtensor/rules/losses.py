@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from hp_dtensor.rules.factors import Dims, Factorization, LocalCall, LocalWork, PartialResults
-from hp_dtensor.rules.gather_scatter import check_ids, own_ids
+from hp_dtensor.rules.gather_scatter import check_ids, own_ids, zeros_outside
 from hp_dtensor.rules.reductions import reduce_data_over, sum_over
 from hp_dtensor.rules.registry import OpCall, RuleRegistry, dim_factors
 
@@ -211,7 +211,7 @@ def _negative_log_likelihood(call: LocalCall) -> Tensor:
 
 
 def _valid_targets(call: LocalCall) -> tuple[Tensor, Tensor]:
-    """Return the class indices with 0 in place of ignored ones, and the mask of those not ignored, in their dtype."""
+    """Return the class indices, with 0 for ignored rows, and a mask in their dtype: 0 for ignored rows, else 1."""
     platform, ops, targets = call.platform, call.platform.ops, call.arguments["target"]
     valid = ops.cast(ops.ne(targets, call.arguments["ignore_index"]), targets.dtype)
     targets = ops.mul(targets, valid)
@@ -228,7 +228,7 @@ def _picked(call: LocalCall, x: Tensor, targets: Tensor) -> Tensor:
         return ops.sum(x, 1)  # zeros that depend on `x`, as the other ranks' results do
     own, inside = own_ids(ops, targets, start, length, call.sizes["classes"])
     picked = ops.reshape(ops.gather(x, 1, ops.unsqueeze(own, 1)), (x.shape[0],))
-    return ops.masked_fill(picked, ops.logical_not(inside), 0.0)  # masked, not multiplied: the value may be infinite
+    return zeros_outside(call.platform, picked, inside)
 
 
 def _where_valid(ops: Any, losses: Tensor, valid: Tensor) -> Tensor:
@@ -283,7 +283,10 @@ def _over_classes(call: LocalCall, x: Tensor) -> Tensor:
 
 
 def _reduced(call: LocalCall, losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Apply the call's reduction. A mean divides by the number of rows, or by the sum of the target weights."""
+    """Apply the call's reduction to this rank's losses `[rows]`; the results of `sum` and `mean` are partial.
+
+    A mean divides by the number of rows of all ranks, or by the sum of `weights` `[rows]` over them.
+    """
     ops, dtype = call.platform.ops, call.platform.loss_dtype(call.arguments["input"])
     if call.arguments["reduction"] == "none":
         return ops.cast(losses, dtype)

@@ -30,7 +30,7 @@ def line(
     nonempty: bool = False,
     **new: Size,
 ) -> Rule:
-    """Return the rule that a line of `Notation` describes.
+    """Return the rule that a line of `Notation` describes, with the options of the same names.
 
     A call with another number of tensors or dimensions runs on replicated operands.
     """

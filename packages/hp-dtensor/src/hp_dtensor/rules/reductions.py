@@ -89,11 +89,13 @@ def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
     if any(not -max(ndim, 1) <= d < max(ndim, 1) for d in dims):
         raise call.refuse(f"dimension {dim} of a {ndim}-dimensional tensor")
+    if len({d % max(ndim, 1) for d in dims}) < len(dims):
+        raise call.refuse(f"dimensions {dim} of which one is given twice")
     return tuple(d % ndim for d in dims) if ndim else ()
 
 
 def check_floating(call: OpCall, wanted: Any = None) -> None:
-    """Refuse integers, as frameworks do, before the mean of a shard is rounded. Complex operands are replicated."""
+    """Refuse operands, or a result of dtype `wanted`, that are integers; run complex ones on replicated operands."""
     (spec, *_) = call.tensors
     platform = spec.mesh.platform
     dtype = spec.dtype if wanted is None else platform.dtype_meant(wanted)
@@ -160,7 +162,8 @@ def _extremes(call: OpCall) -> Factorization:
 
 def _merged(call: OpCall) -> Factorization:
     is_floating = call.platform.is_floating(call.tensors[0].dtype)
-    return _by_shards(call, merged) if is_floating else _unsharded_rule(call)
+    local = logsumexp if call.name == "logsumexp" else merged
+    return _by_shards(call, local) if is_floating else _unsharded_rule(call)
 
 
 def _norm(call: OpCall) -> Factorization:
@@ -308,7 +311,7 @@ def drop_dims(call: LocalCall, x: Tensor, dims: Sequence[int], keepdim: bool) ->
 
 
 def merged(reduced: Sequence[int], keepdim: bool) -> Local:
-    """Reduce the shard, then the gathered results, for an operation with f(f(a), f(b)) = f(a, b), such as a norm."""
+    """Return the local function of a norm or another operation with f(f(a), f(b)) = f(a, b): gather f of the shards."""
 
     def local(call: LocalCall) -> Tensor:
         x = call.arguments["input"]
@@ -321,6 +324,22 @@ def merged(reduced: Sequence[int], keepdim: bool) -> Local:
             # Another reduced dimension is empty on this rank, so all these results are empty: take any one of them.
             elif result.shape[dim] > 1:
                 result = call.platform.ops.narrow(result, dim, 0, 1)
+        return drop_dims(call, result, reduced, keepdim)
+
+    return local
+
+
+def logsumexp(reduced: Sequence[int], keepdim: bool) -> Local:
+    """Return the local function of `logsumexp`, by the maximum and the sum over all ranks."""
+
+    def local(call: LocalCall) -> Tensor:
+        ops, groups, x = call.platform.ops, groups_of(call, reduced), call.to_float32(call.arguments["input"])
+        # Not merged as f(f(a), f(b)): a shard of minus infinities, such as masked logits, would get the gradient NaN.
+        highest = reduce_data_over(extreme_of_shard(call, call.platform.detach(x), "max", reduced), groups, "max")
+        # Where the maximum is infinite nothing is subtracted, since inf - inf is NaN.
+        highest = ops.masked_fill(highest, ops.eq(ops.abs(highest), math.inf), 0.0)
+        total = sum_over(ops.sum(ops.exp(ops.sub(x, highest)), tuple(reduced), True), groups)
+        result = ops.cast(ops.add(ops.log(total), highest), call.arguments["input"].dtype)
         return drop_dims(call, result, reduced, keepdim)
 
     return local
@@ -380,6 +399,7 @@ def extreme_of_magnitudes(op: str, reduced: Sequence[int], keepdim: bool) -> Loc
 
 
 def _extreme(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int], keepdim: bool) -> Tensor:
+    """Return the maximum or minimum of `x` over all ranks, as one autograd node."""
     platform, ops = call.platform, call.platform.ops
     groups = groups_of(call, reduced)
     saved: list[SavedTensors] = []
@@ -411,7 +431,7 @@ def extreme_of_shard(call: LocalCall, x: Tensor, op: str, reduced: Sequence[int]
     return ops.full(shape, int(limits.min if op == "max" else limits.max), x.dtype)
 
 
-def candidates_are_fewer(call: Any, dim: int, count: int) -> bool:
+def candidates_are_fewer(call: OpCall, dim: int, count: int) -> bool:
     """Return whether gathering `count` values and int64 positions per shard sends fewer bytes than gathering shards."""
     (spec,) = call.tensors
     axes = zip(spec.mesh.shape, spec.placements, strict=True)

@@ -102,7 +102,7 @@ class OpCall:
         A dimension of size 1 that is broadcast has no factor: every rank needs it in full.
 
         Args:
-            what, to: the operand and what has the shape `full`, for the message.
+            what, to: names of the operand and of the tensor of shape `full`, for the message.
 
         Raises:
             ShardingRuleError: it does not broadcast.
@@ -255,6 +255,7 @@ class RuleRegistry:
         return self._own_names[name, identity]
 
     def get(self, name: str) -> Registration | None:
+        """Return the registration of an operation; None if it has no rule."""
         return self._registrations.get(name)
 
     def names(self) -> tuple[str, ...]:

@@ -229,10 +229,12 @@ def _squeeze(call: OpCall) -> Factorization:
 def _expand(call: OpCall) -> Factorization:
     shape, wanted = call.tensors[0].shape, tuple(call["shape"])
     extra = len(wanted) - len(shape)
+    # A leading -1 would have no size to keep.
+    if extra < 0 or -1 in wanted[:extra]:
+        raise call.refuse(f"cannot expand {list(shape)} to {list(wanted)}")
     target = tuple(shape[i - extra] if size == -1 else size for i, size in enumerate(wanted))
-    for size, new in zip(shape, target[extra:], strict=True):
-        if size not in (1, new):
-            raise call.refuse(f"cannot expand {list(shape)} to {list(wanted)}")
+    if any(size not in (1, new) for size, new in zip(shape, target[extra:], strict=True)):
+        raise call.refuse(f"cannot expand {list(shape)} to {list(wanted)}")
     output, sizes = dim_factors("d", target)
     inputs = tuple(
         name if size == new else () for name, size, new in zip(output[extra:], shape, target[extra:], strict=True)
@@ -243,10 +245,10 @@ def _expand(call: OpCall) -> Factorization:
 
 
 def _repeat_interleave(call: OpCall) -> Factorization:
-    if call["dim"] is None or not isinstance(call["repeats"], int):
-        if isinstance(call["repeats"], int):
-            raise call.needs_replicated("its rule needs one dimension")
+    if not isinstance(call["repeats"], int):
         raise call.refuse("expected an integer number of repeats; a tensor of repeats needs replicated operands")
+    if call["dim"] is None or call["repeats"] < 0:
+        raise call.needs_replicated("its rule needs one dimension, and repeats of at least 0")
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     dim = call.dim(call["dim"])
     # Copies are adjacent, so the repeated dimension is (row, copy), and a shard of rows gives a shard of the result.

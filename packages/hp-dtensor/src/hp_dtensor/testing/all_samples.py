@@ -119,6 +119,14 @@ MATRICES: tuple[Sample, ...] = (
 
 
 _NETWORKS = (
+    # Each rank looks up ids of other shards in a row of its own, which is infinite here and must not show.
+    _sample(
+        "embedding of infinite rows",
+        lambda ops, i, w: ops.embedding(i, ops.masked_fill(w, ops.gt(w, 0.0), float("inf"))),
+        (5,),
+        (7, 4),
+        integers={0: 7},
+    ),
     _sample(
         "embedding_bag",
         lambda ops, i, w: ops.embedding_bag(i, w),
