@@ -85,6 +85,15 @@ def test_rows_whose_documents_differ_on_one_rank_alone(hp_platform, method, degr
     reference.compare(put_together(results, sharding), reference.expected(arrays, packed, {}))
 
 
+def test_a_batch_without_rows_has_positions(hp_platform):
+    def program():
+        q = hp_platform.from_numpy(np.zeros((0, 2, 3, 4), np.float32))
+        mask = AttentionMask(positions=np.zeros((0, 3), np.int64))
+        return tuple(context_parallel_attention(q, q, q, init_device_mesh("cpu", (2,)), mask=mask).shape)
+
+    assert run_ranks(program, 2, hp_platform) == [(0, 2, 3, 4)] * 2
+
+
 def test_all_ranks_exchange_heads_by_the_method_alone(hp_platform):
     """Without a sharding, as with one in which all of them do."""
     arrays = reference.inputs(heads=4, kv_heads=2, keys=8)[:3]

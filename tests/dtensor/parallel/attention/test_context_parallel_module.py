@@ -323,6 +323,14 @@ def test_refuses_a_style_that_cannot_be(hp_platform, options, message):
     refused(hp_platform, program, message)
 
 
+def test_refuses_tensors_of_two_dtypes(hp_platform):
+    def program():
+        q, k = (hp_platform.from_numpy(np.zeros((1, 2, 3, 4), dtype)) for dtype in (np.float32, np.float16))
+        context_parallel_attention(q, k, q, init_device_mesh("cpu", (2,)), mask=AttentionMask())
+
+    refused(hp_platform, program, "expected one dtype, since tensors share messages")
+
+
 def test_refuses_a_mesh_of_two_dimensions(hp_platform):
     def program():
         q = hp_platform.from_numpy(np.zeros((1, 2, 3, 4), np.float32))

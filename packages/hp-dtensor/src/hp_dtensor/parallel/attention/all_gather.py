@@ -117,6 +117,7 @@ def gathering_attention(
 def _gather(
     platform: Platform, group: ProcessGroup, plan: GatherPlan, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that this rank's queries see, in the order of the sequence."""
     sends = [[_picked(platform, x, ranges) for x in (key, value) if ranges] for ranges in plan.sent]
     shapes = [[_with_length(x, _length(ranges)) for x in (key, value) if ranges] for ranges in plan.received]
     arrived = exchange_packed(group, sends, shapes, key.dtype)
@@ -135,8 +136,8 @@ def _return_gradients(
 ) -> list[Tensor]:
     """Return the gradients of this rank's keys and values, summed over the ranks that gathered them."""
     dtype = accumulator_dtype(platform, like[0])
-    sharding = [_by_source(platform, platform.ops.cast(x, dtype), plan) for x in grads]
-    sends = [[x[j] for x in sharding if ranges] for j, ranges in enumerate(plan.received)]
+    split = [_by_source(platform, platform.ops.cast(x, dtype), plan) for x in grads]
+    sends = [[x[j] for x in split if ranges] for j, ranges in enumerate(plan.received)]
     shapes = [[_with_length(x, _length(ranges)) for x in like if ranges] for ranges in plan.sent]
     arrived = exchange_packed(group, sends, shapes, dtype)
     # Added in rank order, the own contribution included: the sum must not depend on which message arrives first.

@@ -102,7 +102,7 @@ def context_parallel_attention(
     """
     settings = checked_settings(query, key, value, mask, scale, soft_cap, sinks, dropout)
     mesh = require_mesh("context_parallel_attention", device_mesh)
-    job = _Job.of(query, key, mesh, mask, sharding, method)
+    job = _Job.of(query, key, value, mesh, mask, sharding, method)
     return dispatch_attention(job.attention, query, key, value, settings)
 
 
@@ -121,11 +121,13 @@ class _Job:
         cls,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         mesh: DeviceMesh,
         mask: AttentionMask,
         sharding: SequenceSharding | None,
         method: str,
     ) -> _Job:
+        """Return the job of a call, with the default sharding filled in, after checking that the tensors fit it."""
         if mesh.ndim != 1:
             raise AttentionError(f"context_parallel_attention takes a mesh of one dimension, got {mesh!r}")
         check_method("context_parallel_attention", method)
@@ -142,6 +144,11 @@ class _Job:
                 f"context_parallel_attention: rank {group.rank} of {size} has {own} queries and {key.shape[2]} keys; "
                 f"{sharding} assigns it {expected if expected is not None else 'none'}. Every rank must take its shard "
                 "of the full batch by `SequenceSharding.shard`"
+            )
+        if not query.dtype == key.dtype == value.dtype:
+            raise AttentionError(
+                "context_parallel_attention: expected one dtype, since tensors share messages; cast query "
+                f"({query.dtype}), key ({key.dtype}) and value ({value.dtype})"
             )
         return cls(mesh.platform, group, mesh, sharding, method)
 
@@ -291,8 +298,8 @@ class ContextParallel(ParallelStyle):
         balanced: head and tail chunks, see `SequenceSharding`; None: if the mask is causal.
         length: tokens of the full sequence; None: ranks exchange their numbers of tokens, once per mask, and in
             each call of the framework's own attention, which has none.
-        replicated_without_positions: if a mask has no positions, every rank was given the full sequence and attends
-            locally, as in text generation, and the framework's own attention always does; False: such a sequence is
+        replicated_without_positions: attention with a mask without positions is local, since every rank was given the
+            full sequence, as in text generation; so is all of the framework's own attention. False: such sequences are
             sharded too.
 
     Raises:
@@ -349,7 +356,10 @@ class ContextParallel(ParallelStyle):
         return SequenceSharding(length=length, ranks=ranks, ulysses_degree=degree, balanced=balanced)
 
     def route(self, device_mesh: DeviceMesh) -> Route:
-        """Return what replaces `attention`, and the framework's own unless that, without positions, is replicated."""
+        """Return the route that makes `attention` context parallel over the mesh.
+
+        It routes the framework's own attention too, unless `replicated_without_positions`.
+        """
         if device_mesh.ndim != 1:
             raise AttentionError(f"context parallelism: expected a mesh of one dimension, got {device_mesh!r}")
         self.sharding(0, device_mesh.size())  # raises early if the degree does not divide the ranks
@@ -386,6 +396,7 @@ class ContextParallel(ParallelStyle):
         return module
 
     def _sharding_of(self, query: Tensor, mask: AttentionMask, mesh: DeviceMesh) -> SequenceSharding:
+        """Return the sharding set by `use_sequence_sharding`, else the style's own for the sequence's length."""
         own, group = query.shape[2], mesh.group_along()
         in_use = _sharding_in_use.get()
         given: SequenceSharding | None = mask.cached(("sharding", group.ranks), lambda: in_use)

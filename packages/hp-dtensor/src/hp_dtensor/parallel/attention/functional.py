@@ -64,8 +64,9 @@ def grad_of_sinks(platform: Platform, grad: Tensor, out: Tensor, lse: Tensor, si
 
 
 def _per_head(platform: Platform, sinks: Tensor, lse: Tensor) -> Tensor:
+    """Return `sinks` `[heads]` as a score for each query, in shape and dtype of `lse` `[batch, heads, queries]`."""
     ops = platform.ops
-    return ops.add(ops.reshape(ops.cast(sinks, lse.dtype), (1, sinks.shape[0], 1)), ops.mul(ops.zeros_like(lse), 0.0))
+    return ops.add(ops.reshape(ops.cast(sinks, lse.dtype), (1, sinks.shape[0], 1)), ops.zeros_like(lse))
 
 
 def attention_node(
@@ -170,10 +171,7 @@ def _register() -> None:
 
 
 def _sharding_rule(call: OpCall) -> Factorization:
-    """The sharding rule of attention: batch and key-value heads may be sharded, all else is gathered.
-
-    A query head is one of the heads of a group that shares a key-value head.
-    """
+    """Return the sharding rule of attention: batch and key-value heads may be sharded, all else is gathered."""
     query, key, value = (spec.shape for spec in call.tensors[:3])
     groups = query[1] // max(key[1], 1)
     # As an Einstein factorization: batch and heads are the only factors that occur in all inputs and the output; those
@@ -204,8 +202,8 @@ class Route(NamedTuple):
     """The context parallelism that `attention` is part of.
 
     Attributes:
-        takes: a test of masks.
-        attend: replaces `attention` for these.
+        takes: function that returns whether attention with a mask is routed.
+        attend: replaces `attention` with such a mask.
         platform: the platform whose framework's attention is routed too, if any.
     """
 

@@ -409,7 +409,10 @@ def sees_any(
 
 
 def count_scores(plan: Plan) -> int:
-    """Return the number of scores computed per head for one row. A causal square counts half, a masked band in full."""
+    """Return the number of scores per head, summed over rows; a plan of all rows (`Rows.stop` None) counts one row.
+
+    A causal square counts half, a masked band in full.
+    """
     total = 0
     for rows in plan:
         count = 1 if rows.stop is None else rows.stop - rows.start
@@ -424,6 +427,7 @@ def count_scores(plan: Plan) -> int:
 def _segments(
     queries: Run, keys: Sequence[Run], causal: bool, window: int | None, tile: int | None
 ) -> Iterator[Segment]:
+    """Yield the segments of a run of queries, with the keys of one document that they see."""
     for index, stop in itertools.pairwise(_bounds(queries, keys, causal, window, tile)):
         start = queries.start + index - queries.index
         ranges = [each for run in keys for each in _seen(index, stop, run, causal, window)]

@@ -473,7 +473,10 @@ def positions_of_all(platform: Platform, group: ProcessGroup, sharding: Sequence
             f"context parallel positions: ranks {others} shard the sequence differently from rank 0; rank {group.rank} "
             f"has {sharding}. Every rank must derive the sharding from the same full rows"
         )
-    everything = [np.frombuffer(part[_DIGEST_BYTES:], np.int64).reshape(len(own), -1) for part in arrived]
+    everything = [
+        np.frombuffer(part[_DIGEST_BYTES:], np.int64).reshape(len(own), length)
+        for part, length in zip(arrived, sharding.lengths(), strict=True)
+    ]
     positions = sharding.unshard(everything, 1)
     _check_positions(positions, sharding)
     return positions

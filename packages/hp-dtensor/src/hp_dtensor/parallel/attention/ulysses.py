@@ -84,8 +84,8 @@ def heads_for_sequence(
             platform.zeros(shape, dtype) if g is None else g
             for g, shape, (_, dtype) in zip(grads, full, like, strict=True)
         ]
-        sharding = [platform.ops.split(g, list(lengths), 2) for g in known]
-        sends = [[each[j] for each in sharding] for j in range(size)]
+        split = [platform.ops.split(g, list(lengths), 2) for g in known]
+        sends = [[each[j] for each in split] for j in range(size)]
         shapes = [
             [_shaped(shape, of[j], lengths[rank]) for shape, of in zip(full, of_tensor, strict=True)]
             for j in range(size)
