@@ -7,10 +7,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor import (
+    DeviceMesh,
     Replicate,
     Shard,
     ShardingPlan,
     TensorSpec,
+    distribute_tensor,
     init_device_mesh,
     init_empty_weights,
     init_parameters,
@@ -52,6 +54,15 @@ def test_a_torch_module_gets_its_shards_only():
     assert [numel for numel, _ in results] == [64 * 128 // 4] * 4
     assert all(torch.equal(full, results[0][1]) for _, full in results)
     assert results[0][1].std().item() > 0.018
+
+
+def test_another_mesh_gets_no_data():
+    def run():
+        x = distribute_tensor(torch.empty(4, 3, device="meta"), init_device_mesh("cpu", (2,)), [Shard(0)])
+        local = x.redistribute(DeviceMesh("cpu", (2,), ranks=(1, 0)), [Shard(1)]).to_local()
+        return local.is_meta, tuple(local.shape)
+
+    assert run_ranks(run, 2, "torch") == [(True, (4, 1)), (True, (4, 2))]
 
 
 def test_a_batch_keeps_devices_apart():

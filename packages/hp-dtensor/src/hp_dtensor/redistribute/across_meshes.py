@@ -64,6 +64,8 @@ class AcrossPlan:
         if self.source.mesh.world.rank not in self.ranks:
             return local
         platform = self.source.mesh.platform
+        if platform.is_meta(local):
+            return platform.empty(self.target.local_shape, local.dtype, platform.device_of(local))
         # The exchange sends each element from one owner and sums nothing, so its dual is the exchange in the other
         # direction. Reductions and copies are in the plans before and after, which have duals of their own.
         exchanged = platform.linear_map(self.before.run(local), self._exchange, lambda grad: self._backward(grad))
@@ -142,7 +144,7 @@ class AcrossPlan:
 
     @functools.cached_property
     def _elements(self) -> int:
-        """Number of elements that all ranks together receive from others."""
+        """Number of elements that all ranks together receive from others: O(target ranks * source shards)."""
         total = 0
         for receiver, wanted in self._target_ranges.items():
             for coordinate, held in self._owners:
@@ -193,7 +195,7 @@ class AcrossPlan:
 
 @cached_by_spec(maxsize=256)
 def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
-    """Return the plan from one mesh to another, in time linear in the number of ranks of both.
+    """Return the plan from one mesh to another of the same world. Plans are cached.
 
     Raises:
         PlacementError: different shapes, or meshes of different worlds.

@@ -206,7 +206,9 @@ BUCKET_BYTES = 32 * 2**20
 def run_data_together(
     plans: Sequence[RedistributePlan], locals_: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
-    """Return the result of `run_data` for each plan and its local tensor. Plans share collectives where they can.
+    """Return the result of `run_data` for each plan and its local tensor, on a rank of all plans' meshes.
+
+    Plans share collectives where they can. All ranks must pass the same plans in the same order.
 
     Args:
         bucket_bytes: the most bytes that a rank sends in one collective. A larger tensor is sent alone and not copied.

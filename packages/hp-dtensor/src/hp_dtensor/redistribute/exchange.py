@@ -82,7 +82,11 @@ def _volume(
     in_place: int,
     also_reduced: Sequence[int],
 ) -> Volume:
-    """Return the volume if the axes `also_reduced`, partial in source and target, are reduced too."""
+    """Return the volume if the axes `also_reduced`, partial in source and target, are reduced too.
+
+    Args:
+        in_place: number of elements that need not move (`elements_in_place`).
+    """
     pairs = list(enumerate(zip(source, target, strict=True)))
     reduced = tuple(a for a, (s, t) in pairs if s.is_partial() and (a in also_reduced or not t.is_partial()))
     # Along an axis that stays partial every rank redistributes a tensor of its own.
@@ -385,7 +389,7 @@ class FromMessage:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """Zeros."""
+    """A block of zeros."""
 
     shape: tuple[int, ...]
 
@@ -566,6 +570,7 @@ def _owned_runs(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[R
 
 
 def _owned_ranges(ownership: Ownership, me: Coordinate, dim: int, rows: Sequence[Row]) -> Ranges:
+    """Return the ranges of a dimension that rank `me` owns."""
     mine = tuple(me[a] for a in ownership.owner_axes[dim])
     return join_ranges([(start, stop) for start, stop, owner, _ in rows if owner == mine])
 

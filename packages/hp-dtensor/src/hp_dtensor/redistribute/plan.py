@@ -1,8 +1,8 @@
 """Plans of redistributions: their steps, how they run, and their gradients.
 
-A step acts on the local data of this rank. Gradients belong to the plan as a whole: the placements of a gradient follow
-from those of its value (R -> R, S -> S, P -> R), so the backward of a redistribution is the redistribution of the
-gradient from the target's gradient placements to the source's, whatever the steps are.
+A step acts on the local data of this rank and has no gradient of its own. The placements of a gradient follow from
+those of its value (R -> R, S -> S, P -> R), so the backward of a redistribution is the redistribution of the gradient
+from the target's gradient placements to the source's, whatever the steps are.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class RedistributePlan:
         return local
 
     def start_data(self, local: Tensor) -> Callable[[], Tensor]:
-        """Start `run_data` and return a function that waits for its result.
+        """Start `run_data` of a plan with steps, on a rank of the mesh; return a function that waits for its result.
 
         Only the last step runs in the background. The others are done when this returns.
         """
