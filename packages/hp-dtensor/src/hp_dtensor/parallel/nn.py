@@ -62,9 +62,9 @@ class Module:
         if hasattr(cls, "platform"):
             return super().__new__(cls)
         platform = _building.platforms[-1] if _building.platforms else get_platform()
-        realised = _realise(cls, platform)  # type: ignore[arg-type]
+        derived = _class_on(cls, platform)  # type: ignore[arg-type]
         # The framework's __new__ must create the object: object.__new__ refuses its classes.
-        return realised.__new__(realised)
+        return derived.__new__(derived)
 
     @property
     def ops(self) -> SimpleNamespace:
@@ -81,7 +81,8 @@ class Module:
 
 # Cached, so that all instances of a class on a platform have one type.
 @functools.cache
-def _realise(cls: type[Module], platform: Platform) -> type[Module]:
+def _class_on(cls: type[Module], platform: Platform) -> type[Module]:
+    """Return the subclass of `cls` and of the platform's module class."""
     return type(
         cls.__name__,
         (cls, platform.Module),

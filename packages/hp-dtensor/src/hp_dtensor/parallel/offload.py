@@ -76,11 +76,8 @@ class ActivationOffload:
     def staying(self, function: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
         """Return `function(x, *args)`; what it saves stays on the device while the block before is offloaded.
 
-        Args:
-            function, args: any.
-
         Raises:
-            RuntimeError: as for an offloaded block.
+            RuntimeError: from backward, if a saved tensor has been written.
 
         Examples:
             >>> x = platform.zeros((4, 3), platform.dtype("float32"))
@@ -109,6 +106,7 @@ class ActivationOffload:
         return result
 
     def _tensors_of(self, function: Any) -> list[Tensor]:
+        """Return the parameters and buffers of a module, or of the modules in a `functools.partial`."""
         if isinstance(function, functools.partial):  # such as `checkpoint` of a block
             return [x for each in (function.func, *function.args) for x in self._tensors_of(each)]
         if not isinstance(function, self._platform.Module):
@@ -158,7 +156,7 @@ class _Block:
         memory = self._copies.memory_of(x)
         if memory is None or memory[1] < self._smallest or memory[0] in self._excluded:
             return SavedReference(self._platform, x)
-        # Where whole storages cannot be copied, views with different forms need copies of their own.
+        # Where full storages cannot be copied, views with different forms need copies of their own.
         shared = None if self._copies.copies_full_storage else self._copies.form(x)
         # The version: a storage that is written between two saves is two sets of values.
         key = memory[0], self._platform.version(x), shared

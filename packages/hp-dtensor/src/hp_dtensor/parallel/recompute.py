@@ -328,7 +328,7 @@ def _described(form: Form) -> str:
 
 
 def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
-    """Return the result of a call as that of one autograd node, whose backward recomputes the whole call.
+    """Return the result of a call as that of one autograd node, whose backward recomputes all of the call.
 
     Args:
         local: the local data that the call gets.

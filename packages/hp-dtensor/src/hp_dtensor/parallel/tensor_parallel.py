@@ -37,9 +37,10 @@ def to_placement(x: Any, mesh: DeviceMesh, given: Placement, desired: Placement,
     """Return `x` as a DTensor redistributed to placement `desired` on a 1-D mesh.
 
     Args:
-        reshards: let products save the shard of a gathered result; see `reshard_after_forward`.
         x: a DTensor, or a plain tensor that is this rank's shard of one placed as `given`. The global length of the
-            dimension that `given` shards is the sum of the ranks' lengths, which may differ; they are exchanged.
+            dimension that `given` shards is the sum of the ranks' lengths, which are exchanged. They must be those of
+            `Shard`, the last ones of which may be shorter.
+        reshards: let products save the shard of a gathered result; see `reshard_after_forward`.
     """
     if not isinstance(x, DTensor):
         x = conversions.from_local(x, mesh, (given,), shape=_global_shape(x, mesh, given))

@@ -84,6 +84,8 @@ def prove_redistribution(
 
 
 class _Proof:
+    """Redistributions of one tensor on one mesh, compared with its full values."""
+
     def __init__(self, platform: Platform, mesh: DeviceMesh, shape: tuple[int, ...]) -> None:
         self.platform, self.mesh, self.shape = platform, mesh, shape
         # Each value is its own flat index, so a misplaced element shows where it came from. Weights differ from values,
@@ -166,8 +168,8 @@ def local_values(array: Array, mesh: DeviceMesh, placements: Sequence[Placement]
         # first contributes its own offset, and the first one the value without their sum.
         rank, ranks = coordinate[axis], mesh.shape[axis]
         offset = ranks * (ranks - 1) / 2 if rank == 0 else -rank
-        whole = placement.reduce_op == "avg" or rank == 0
-        shard = shard + np.float32(offset) if whole else np.full_like(shard, offset)
+        has_value = placement.reduce_op == "avg" or rank == 0
+        shard = shard + np.float32(offset) if has_value else np.full_like(shard, offset)
     return np.ascontiguousarray(shard, dtype=array.dtype).reshape(shard.shape)  # 0-d arrays become 1-d
 
 

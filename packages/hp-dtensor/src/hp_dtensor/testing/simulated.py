@@ -239,7 +239,9 @@ def run_ranks(
     *args: Any,
     timeout_seconds: float = 300.0,
 ) -> list[Any]:
-    """Call `fn(*args)` on each simulated rank, and return the results by rank. `current_world(platform)` is the rank's.
+    """Call `fn(*args)` on each simulated rank, and return the results by rank.
+
+    Inside `fn`, `current_world(platform)` is the world of the rank. One rank runs at a time, until it waits for others.
 
     Args:
         platform: the platform of the tensors, or its name; None: the selected one.

@@ -39,7 +39,7 @@ def test_a_gradient_may_be_given_and_set(hp_platform: Platform, x: Tensor) -> No
     assert_values(hp_platform, hp_platform.get_grad(x), [7, 8, 9])
 
 
-def test_a_kept_graph_is_used_twice(hp_platform: Platform, x: Tensor) -> None:
+def test_a_retained_graph_is_used_twice(hp_platform: Platform, x: Tensor) -> None:
     loss = hp_platform.ops.sum(hp_platform.ops.mul(x, x))
     hp_platform.backward(loss, retain_graph=True)
     hp_platform.backward(loss)
@@ -262,7 +262,7 @@ def test_a_custom_function_whose_backward_has_raised_may_be_tried_again(hp_platf
     assert_values(hp_platform, hp_platform.get_grad(x), [2, 4, 6])
 
 
-def test_a_backward_knows_whether_it_was_told_inputs(hp_platform: Platform, x: Tensor) -> None:
+def test_a_backward_knows_whether_it_was_given_inputs(hp_platform: Platform, x: Tensor) -> None:
     seen: list[bool] = []
 
     def backward(g: Tensor) -> Tensor:

@@ -41,20 +41,20 @@ class Case:
 
 
 def numbers(*shape: int, seed: int = 0, low: float = -2.0, high: float = 2.0) -> Array:
-    """Distinct numbers, none closer than 0.005 to another, so that no maximum or sign is within a rounding error."""
+    """Return numbers at least 0.005 apart, so that no maximum or sign depends on rounding."""
     count = int(np.prod(shape))
     order = np.random.default_rng(seed).permutation(count)
     return (low + (high - low) * (order + 0.37) / count).reshape(shape)
 
 
 def cases() -> list[Case]:
-    """Every operation at least once (`test_ops.py` checks that)."""
+    """Return at least one case of each operation; `test_every_operation_has_a_case` checks that."""
     groups = (_pointwise, _comparisons, _reductions, _products, _normalization, _shapes, _selection)
     return [case for group in groups for case in group()]
 
 
 def _case(name: str, *operands: Any, reference: Callable[..., Any], label: str = "", **more: Any) -> Case:
-    """The operation called with the operands, then `arguments`."""
+    """Return the case of `ops.name(*operands, *arguments, **keywords)`."""
     arguments = more.pop("arguments", ())
     keywords = more.pop("keywords", {})
     arrays = tuple(np.asarray(operand) for operand in operands)
@@ -372,7 +372,7 @@ def _sigmoid(a: Array) -> Array:
 
 
 def _erf(a: Array) -> Array:
-    """The error function by its Taylor series, which for |a| < 2 has converged after 40 terms."""
+    """Return the error function by its Taylor series, which for |a| < 2 has converged after 40 terms."""
     term, total = a.copy(), a.copy()
     for n in range(1, 40):
         term = term * -(a**2) / n
@@ -682,7 +682,7 @@ def _check_gradients(platform: Platform, case: Case, operands: list[Any], output
 
 
 def _central_differences(case: Case, position: int, weights: list[Array]) -> Array:
-    """The gradient of the weighted sum of all floating outputs with respect to one operand."""
+    """Return the gradient of the weighted sum of all floating outputs with respect to one operand."""
     result = np.zeros(case.operands[position].shape)
     # Two calls of the reference for each element, which small operands make affordable.
     for where in np.ndindex(result.shape):

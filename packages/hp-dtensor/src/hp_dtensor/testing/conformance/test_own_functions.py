@@ -48,7 +48,7 @@ OPERATORS = (
 )
 """Special methods of Python and NumPy that have the values of a tensor, or its shape, in their result."""
 
-# Square, so that products are defined; uneven on two ranks, so that no shard has the shape of another or of the whole.
+# Square, so that products are defined; uneven on two ranks, so that no two shards have one shape.
 VALUES = np.array([[2.0, 7.0, 5.0], [3.0, 1.0, 8.0], [9.0, 4.0, 6.0]], np.float32)
 RANKS = 2
 

@@ -132,8 +132,8 @@ def test_redistribution_between_meshes(hp_platform: Platform, size: int) -> None
     run_ranks(between_meshes, size, hp_platform, hp_platform)
 
 
-def test_ragged_parts_may_differ_between_lines(hp_platform: Platform) -> None:
-    run_ranks(ragged_parts_that_differ_between_lines, 4, hp_platform, hp_platform)
+def test_ragged_shards_may_differ_between_lines(hp_platform: Platform) -> None:
+    run_ranks(ragged_shards_that_differ_between_lines, 4, hp_platform, hp_platform)
 
 
 def test_redistribution_between_views_of_the_same_ranks(hp_platform: Platform) -> None:
@@ -297,7 +297,7 @@ def test_what_was_gathered_for_differing_uses_reduces_straight_to_its_source(
         assert names == expected
 
 
-WHOLE = np.arange(35, dtype=np.float32).reshape(7, 5)
+FULL = np.arange(35, dtype=np.float32).reshape(7, 5)
 
 
 def every_step_works(name: str | Platform) -> None:
@@ -318,17 +318,17 @@ def started_and_waited_for(name: str | Platform) -> None:
     size = current_world(platform).size
     mesh = DeviceMesh("cpu", (size,), mesh_dim_names=("a",), platform=platform)
     for source, target in itertools.product((R, P, Shard(0), Shard(1)), (R, Shard(0), Shard(1))):
-        local = platform.from_numpy(local_values(WHOLE, mesh, (source,)))
+        local = platform.from_numpy(local_values(FULL, mesh, (source,)))
         platform.set_requires_grad(local, True)
-        x = from_local(local, mesh, (source,), shape=WHOLE.shape)
+        x = from_local(local, mesh, (source,), shape=FULL.shape)
         y = x.redistribute(placements=(target,), async_op=True)
         assert isinstance(y, DTensor)
-        assert (y.placements, tuple(y.shape), y.dtype) == ((target,), WHOLE.shape, x.dtype)
-        np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(WHOLE, mesh, (target,)))
+        assert (y.placements, tuple(y.shape), y.dtype) == ((target,), FULL.shape, x.dtype)
+        np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(FULL, mesh, (target,)))
         full = y.full_tensor()
-        loss = platform.ops.sum(platform.ops.mul(full, platform.from_numpy(WHOLE + 1)))
+        loss = platform.ops.sum(platform.ops.mul(full, platform.from_numpy(FULL + 1)))
         (grad,) = platform.grad([loss], [local])
-        expected = local_values(WHOLE + 1, mesh, (R if source.is_partial() else source,))
+        expected = local_values(FULL + 1, mesh, (R if source.is_partial() else source,))
         np.testing.assert_array_equal(platform.to_numpy(grad), expected)
 
 
@@ -336,7 +336,7 @@ def redistributed_in_batches(name: str | Platform, limit: int | None = 36) -> No
     """A batch has the values and gradients of its redistributions run one by one, in any combination.
 
     Args:
-        limit: at most so many pairs of placements; None: all.
+        limit: maximum number of pairs of placements; None: all.
     """
     platform = get_platform(name)
     size = current_world(platform).size
@@ -436,22 +436,22 @@ def between_meshes(platform: Platform) -> None:
     first = DeviceMesh("cpu", (2, 2), ranks=range(4), world=world, mesh_dim_names=("a", "b"))
     second = DeviceMesh("cpu", (3,), ranks=range(world.size - 3, world.size), world=world, mesh_dim_names=("c",))
     for source, target in itertools.product(_FROM, _TO):
-        local = platform.from_numpy(local_values(WHOLE, first, source))
+        local = platform.from_numpy(local_values(FULL, first, source))
         platform.set_requires_grad(local, True)
-        x = from_local(local, first, source, shape=WHOLE.shape)
+        x = from_local(local, first, source, shape=FULL.shape)
         with record_collectives() as log:
             y = x.redistribute(second, target)
-        assert y.spec is TensorSpec(second, target, WHOLE.shape, x.dtype)
+        assert y.spec is TensorSpec(second, target, FULL.shape, x.dtype)
         if not any(p.is_partial() for p in target):
-            np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(WHOLE, second, target))
+            np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(FULL, second, target))
         back = y.redistribute(first, (R, R))
         # A rank outside the mesh holds nothing, but runs the same program, with an empty tensor.
-        expected = WHOLE if first.get_coordinate() is not None else np.zeros((0, 0), np.float32)
+        expected = FULL if first.get_coordinate() is not None else np.zeros((0, 0), np.float32)
         np.testing.assert_array_equal(platform.to_numpy(back.to_local()), expected)
         weight = platform.from_numpy(expected + 1)
         (grad,) = platform.grad([platform.ops.sum(platform.ops.mul(back.to_local(), weight))], [local])
         placed = [R if p.is_partial() else p for p in source]
-        np.testing.assert_array_equal(platform.to_numpy(grad), local_values(WHOLE + 1, first, placed))
+        np.testing.assert_array_equal(platform.to_numpy(grad), local_values(FULL + 1, first, placed))
         plan = plan_across(x.spec, y.spec, 4)
         # A collective of all ranks: the bytes of one rank alone say nothing about the plan's mean.
         sent = [float(part) for part in world.all.all_gather_bytes(str(log.wire_bytes()).encode())]
@@ -462,14 +462,14 @@ def between_views_of_the_same_ranks(platform: Platform) -> None:
     """A flattened mesh is another mesh: only what a rank lacks there is sent."""
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
     flat = mesh.flatten("all")
-    x = distribute_tensor(platform.from_numpy(WHOLE[:4].copy()), mesh, (Shard(0), Shard(0)))
+    x = distribute_tensor(platform.from_numpy(FULL[:4].copy()), mesh, (Shard(0), Shard(0)))
     with record_collectives() as log:
         y = x.redistribute(flat, (Shard(0),))
     assert log.wire_bytes() == 0
     np.testing.assert_array_equal(platform.to_numpy(y.to_local()), platform.to_numpy(x.to_local()))
 
 
-def ragged_parts_that_differ_between_lines(platform: Platform) -> None:
+def ragged_shards_that_differ_between_lines(platform: Platform) -> None:
     """Ranks of other axes do not know this line's parts; no plan may need them."""
     mesh = DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "b"), platform=platform)
     coordinate = mesh.get_coordinate()
@@ -484,13 +484,13 @@ def ragged_parts_that_differ_between_lines(platform: Platform) -> None:
 
 
 def _check_pair(platform: Platform, mesh: DeviceMesh, source: Sequence[Placement], target: Sequence[Placement]) -> None:
-    local = platform.from_numpy(local_values(WHOLE, mesh, source))
+    local = platform.from_numpy(local_values(FULL, mesh, source))
     platform.set_requires_grad(local, True)
-    y = from_local(local, mesh, source, shape=WHOLE.shape).redistribute(placements=target)
+    y = from_local(local, mesh, source, shape=FULL.shape).redistribute(placements=target)
     if not any(p.is_partial() for p in target):
-        np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(WHOLE, mesh, target))
+        np.testing.assert_array_equal(platform.to_numpy(y.to_local()), local_values(FULL, mesh, target))
     full = y.full_tensor()
-    np.testing.assert_array_equal(platform.to_numpy(full), WHOLE)
-    (grad,) = platform.grad([platform.ops.sum(platform.ops.mul(full, platform.from_numpy(WHOLE + 1)))], [local])
+    np.testing.assert_array_equal(platform.to_numpy(full), FULL)
+    (grad,) = platform.grad([platform.ops.sum(platform.ops.mul(full, platform.from_numpy(FULL + 1)))], [local])
     placed = [R if p.is_partial() else p for p in source]
-    np.testing.assert_array_equal(platform.to_numpy(grad), local_values(WHOLE + 1, mesh, placed))
+    np.testing.assert_array_equal(platform.to_numpy(grad), local_values(FULL + 1, mesh, placed))

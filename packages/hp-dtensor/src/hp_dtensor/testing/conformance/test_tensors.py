@@ -60,7 +60,7 @@ def test_numbers_go_in_and_out_unchanged(hp_platform: Platform, name: str, shape
 
 
 @pytest.mark.dtypes("bfloat16")
-def test_bfloat16_travels_as_bit_patterns(hp_platform: Platform) -> None:
+def test_bfloat16_is_converted_as_bit_patterns(hp_platform: Platform) -> None:
     # 1, -5, infinity, and the smallest subnormal number: a conversion through another dtype may change the last two.
     bits = np.array([[0x3F80, 0xC0A0], [0x7F80, 0x0001]], np.uint16)
     made = hp_platform.from_bits(bits, hp_platform.dtype("bfloat16"))
@@ -181,7 +181,7 @@ def test_host_arrays_of_what_requires_gradients(hp_platform: Platform) -> None:
     np.testing.assert_array_equal(read(hp_platform, x), [3.0, 6.0])
 
 
-def test_many_at_once(hp_platform: Platform) -> None:
+def test_sums_of_squares_and_scaling_of_many_tensors(hp_platform: Platform) -> None:
     tensors = [tensor(hp_platform, [1.0, 2.0]), tensor(hp_platform, [[3.0]]), tensor(hp_platform, [], "float32")]
     assert_values(hp_platform, hp_platform.sum_of_squares(tensors), 14.0)
     assert_values(hp_platform, hp_platform.sum_of_squares([]), 0.0)
