@@ -79,6 +79,24 @@ def test_plans_with_offload_are_near_the_best_of_all_choices(name, host, share):
     assert plan.cost <= 1.1 * best
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_the_search_ends_where_changes_that_save_less_raise_the_peak(share):
+    """Tensor parallel ranks save shards of gathered rows; a recomputation holds all rows, as `held` and `result`."""
+    kinds = {"input": (1, 0, 5, 0), "products": (20, 10, 4, 10), "collectives": (0, 10, 20, 10), "rest": (1, 0, 0, 0)}
+    tensors = [
+        SavedActivation(name=kind, kind=kind, saved=saved, held=held, result=result, flops=flops)
+        for kind, (saved, held, result, flops) in kinds.items()
+    ]
+    demand = Demand(blocks=(BlockActivations(tensors=tuple(tensors)),) * 2, in_flight=1.5)
+    options = list(_options(demand, KINDS, offloads=True))
+    least = min(demand.peak([each] * 2) for each in options)
+    plan = plan_recompute(demand, (1 + share) * least, KINDS, offloads=True)
+    assert plan.peak <= (1 + share) * least
+    choices = [each for each in itertools.product(options, repeat=2) if demand.peak(each) <= (1 + share) * least]
+    assert plan.cost <= 1.1 * min(map(demand.cost, choices))
+
+
 def test_of_twelve_blocks_those_are_computed_again_that_cost_least():
     rng = random.Random(0)
     blocks = tuple(block(8, *(rng.randint(5, 300) for _ in range(3)), working=20) for _ in range(12))

@@ -320,8 +320,10 @@ class _Search:
 
     def best(self, budget: float) -> list[BlockRecompute] | None:
         """Return the cheapest choice found within the budget; None if none is found."""
-        # Starting from partly offloaded options reaches little that the other options do not.
+        # Starting from partly offloaded options reaches little that the other options do not. The option of the least
+        # peak is a start in any case, so that a choice is found if one option for all blocks fits.
         options = [i for i, each in enumerate(self._options) if not each.offloads or each.mode != "selective"]
+        options.append(int(np.argmin(self.peaks(self._starts(range(len(self._options)))))))
         found = [each for each in (self._fitted(start, budget) for start in self._starts(options)) if each is not None]
         if not found:
             return None
@@ -401,11 +403,12 @@ class _Search:
         choices = np.repeat(chosen[None], len(indices), axis=0)
         choices[np.arange(len(indices)), indices] = options
         freed = self.peaks(chosen[None])[0] - self.peaks(choices)
-        # If the peak is within another block's backward, this change frees nothing yet, but enables later ones.
         kinds = self._kinds[indices]
         bytes_held = np.where(self._never_offloads[indices, None], self._saved[kinds], self._on_device[kinds])
         less = bytes_held[np.arange(len(indices)), chosen[indices]] - bytes_held[np.arange(len(indices)), options]
-        freed = np.maximum(freed, 1e-6 * less)
+        # If the peak is within another block's backward, a change frees nothing yet, but enables later ones. One that
+        # raises the peak is excluded: the search could undo it in the next step, and would not end.
+        freed = np.where(freed < 0, 0.0, np.maximum(freed, 1e-6 * less))
         # At least 1 operation, so that changes that cost nothing, or less, do not divide by zero.
         rates = freed / np.maximum(self.costs(choices) - self.costs(chosen[None])[0], 1.0)
         best = int(np.argmax(rates)) if len(rates) else 0
