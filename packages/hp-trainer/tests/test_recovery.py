@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -214,6 +215,27 @@ def test_a_copy_is_sent_again_after_a_failure(
     # Sent again, the last one does not replace the one before it, which other ranks may need.
     pair[1]._copies.memory_for(0, 2, 64)
     assert sorted(pair[1]._copies._held[0]) == [1, 2]
+
+
+def test_a_machine_that_does_not_answer_does_not_delay_the_next_generation(
+    pair: tuple[_Exchange, _Exchange], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_CONNECT_SECONDS", 0.2)
+    # A server whose queue of connections is full does not answer further ones, like a machine that has died.
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, contextlib.ExitStack() as queued:
+        for _ in range(8):
+            waiting = queued.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        pair[0]._peers[1] = ("127.0.0.1", silent.getsockname()[1], b"")
+        started, connect = threading.Event(), pair[0]._connect
+        monkeypatch.setattr(pair[0], "_connect", lambda rank: started.set() or connect(rank))
+        pair[0].send(1, Snapshot(1, b"{}", np.zeros(8, np.uint8)), "held")
+        assert started.wait(60)
+        closing = threading.Thread(target=pair[0].close)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()
 
 
 def test_a_newcomer_does_not_wait_for_a_rank_that_has_died(

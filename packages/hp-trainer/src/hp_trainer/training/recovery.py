@@ -48,6 +48,8 @@ _LENGTHS = struct.Struct("!QQ")
 _TOKEN_BYTES = 16
 _STORED = b"+"
 _RETRY_SECONDS = 1.0
+# A machine that has died does not refuse connections. `close` waits for an attempt, and a recovery for `close`.
+_CONNECT_SECONDS = 5.0
 # Time in which the end of a generation is noticed outside of collectives.
 _POLL_SECONDS = 0.2
 # A copy that is incomplete after this many steps, or intervals, is reported.
@@ -547,7 +549,8 @@ class _Exchange:
 
     def _connect(self, rank: int) -> socket.socket:
         host, port, token = self._peers[rank]
-        connection = socket.create_connection((host, port))
+        connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+        connection.settimeout(None)
         with self._changed:
             self._sockets[rank] = connection
             if self._closed.is_set():
