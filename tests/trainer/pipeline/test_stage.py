@@ -16,7 +16,7 @@ from hp_dtensor.parallel import nn
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_trainer.exceptions import PipelineError
-from hp_trainer.pipeline import Pipeline, PipelineStage, TensorChunkSpec, build_schedule, simulate
+from hp_trainer.pipeline import Pipeline, PipelineStage, TensorChunkSpec, TiedWeights, build_schedule, simulate
 
 WIDTH, MICROBATCHES = 4, 4
 SCHEDULES = ["1f1b", "zero_bubble_h1", "zero_bubble_v"]
@@ -196,3 +196,17 @@ def test_modules_in_place_of_stages_are_refused(hp_platform):
     modules = model_of(hp_platform, "plain", 1, ())
     with pytest.raises(PipelineError, match=r"expected .*PipelineStage\(module, .* got .*Twice"):
         Pipeline(modules, "1f1b", num_microbatches=2)
+
+
+def test_frozen_tied_weights_get_no_gradient_and_are_frozen_on_all_stages(platform):
+    def program(frozen):
+        mesh = init_device_mesh("cpu", (2,), ("pp",))
+        ones = platform.ops.ones((2,), platform.dtype("float32"))
+        weight = platform.Parameter(ones, requires_grad=mesh.get_rank() not in frozen)
+        tied = TiedWeights([("embedding", weight)], mesh["pp"])
+        tied.sum_gradients()
+        return platform.get_grad(weight) is None
+
+    assert run_ranks(program, 2, platform, {0, 1}) == [True, True]
+    with pytest.raises(LaunchError, match=r"got embedding: float32\[2\] frozen and float32\[2\]\. "):
+        run_ranks(program, 2, platform, {0})

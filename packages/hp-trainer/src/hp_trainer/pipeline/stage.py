@@ -430,7 +430,7 @@ class TiedWeights:
         copies: this rank's parameters that another stage already counts in a norm or number of parameters.
 
     Raises:
-        PipelineError: copies have different shapes, dtypes or placements.
+        PipelineError: copies have different shapes, dtypes or placements, or only some of them are frozen.
 
     Examples:
         >>> def program():
@@ -482,8 +482,9 @@ class TiedWeights:
         wrong = [f"{name}: {' and '.join(dict.fromkeys(found))}" for name, found in forms.items() if len({*found}) > 1]
         if wrong:
             raise PipelineError(
-                f"tied weights need equal shapes, dtypes and shards on their stages; got {'; '.join(wrong)}. Call "
-                "fully_shard on the module of a tied weight by itself, so that it is sharded alike on every stage"
+                f"tied weights need equal shapes, dtypes and shards on their stages, all trained or all frozen; got "
+                f"{'; '.join(wrong)}. Call fully_shard on the module of a tied weight by itself, so that it is sharded "
+                "alike on every stage"
             )
         return {name: tuple(ranks[name]) for name, found in forms.items() if len(found) > 1}
 
@@ -501,10 +502,15 @@ class TiedWeights:
                     self._platform.copy_(local_of(self._platform, copy), first)
 
     def sum_gradients(self) -> None:
-        """Replace the gradient of every copy by the sum over all copies, with one all-reduce for each weight."""
+        """Replace the gradient of every copy by the sum over all copies, with one all-reduce for each weight.
+
+        Frozen weights get no gradient.
+        """
         platform = self._platform
         with platform.no_grad():
             for name, copies in self._mine.items():
+                if not platform.requires_grad(copies[0]):
+                    continue
                 grads = [grad for copy in copies if (grad := platform.get_grad(copy)) is not None]
                 local = local_of(platform, copies[0])
                 # New memory, with zeros if no copy on this rank has a gradient: the rank must take part in the
@@ -538,4 +544,4 @@ def _describe(platform: Platform, x: Tensor) -> str:
     """Describe what must be equal for all copies of a weight."""
     local = platform.local_shape(x)
     placements = f" {[str(each) for each in x.placements]}" if isinstance(x, DTensor) else ""
-    return f"{platform.dtype_name(x.dtype)}{list(local)}{placements}"
+    return f"{platform.dtype_name(x.dtype)}{list(local)}{placements}{'' if platform.requires_grad(x) else ' frozen'}"
