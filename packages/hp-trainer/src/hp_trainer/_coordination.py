@@ -1,6 +1,7 @@
 """Steps that succeed on all ranks or fail on all ranks, and stop signals.
 
-At the first SIGINT or SIGTERM, training stops after the current step with a checkpoint; anything else stops at once."""
+At the first SIGINT or SIGTERM, training stops after the current step with a checkpoint (`stop_requests`). Other
+commands stop at once (`interruptible`)."""
 
 from __future__ import annotations
 
@@ -85,7 +86,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """A request to stop this process, if there was one, with its signal."""
+    """The first stop signal that this process has received.
+
+    Attributes:
+        signal: the signal; None: there was none yet.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

@@ -71,7 +71,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Create a file that never appears incomplete, also on a network file system.
+    """Create a file that never appears incomplete, also on a network file system with hard links.
 
     Raises:
         FileExistsError: the file exists, perhaps because another process has just created it.
@@ -83,7 +83,9 @@ def write_new(path: Path, text: str) -> None:
 
 
 def link_new(source: Path, target: Path) -> None:
-    """Link `source` under the new name `target`, atomically.
+    """Link `source` under the new name `target`, atomically where the file system has hard links.
+
+    Elsewhere `target` becomes a copy of the text, of which another process may see the empty beginning.
 
     Raises:
         FileExistsError: `target` exists.
@@ -95,7 +97,7 @@ def link_new(source: Path, target: Path) -> None:
         if not _is_same_file(source, target):
             raise
     except OSError:
-        # File systems without hard links (some FUSE and object stores): exclusive creation, empty for a moment.
+        # No hard links (some FUSE and object stores): at least only one process creates the file.
         with target.open("x", encoding="utf-8") as out:
             out.write(source.read_text(encoding="utf-8"))
 

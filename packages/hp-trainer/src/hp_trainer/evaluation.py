@@ -89,9 +89,9 @@ def measure_perplexity_on(
     averaged: bool = False,
     on_all_ranks: bool = False,
 ) -> Perplexity:
-    """Measure the loss of a checkpoint's model on `config.data` in place of the run's data.
+    """Measure the loss of a checkpoint's model on `config.data` instead of the run's data.
 
-    Prepared tokens go to the run's data cache; nothing is left in its folder. Other arguments and errors are those of
+    Prepared tokens are stored in the run's data cache; its folder is unchanged. Other arguments and errors are those of
     `measure_perplexity`.
 
     Args:
@@ -250,7 +250,7 @@ class Sampler:
                 break
             for text, logits in zip(growing, self._logits(platform, model, growing), strict=True):
                 token = self.pick(logits, text.random)
-                # An ended text leaves the batch; the others do not wait for it.
+                # An ended text is not in the next batch.
                 text.ended = token == self.end
                 if not text.ended:
                     text.tokens.append(token)

@@ -45,7 +45,7 @@ class Straggler:
         node: index of the node, if all of its ranks are slow; otherwise None.
         since: the first step in which they were slow.
         factor: time of their own work relative to the median of the others.
-        work: the kind that is slower than elsewhere by the most: `data`, `forward`, `backward` or `update`.
+        work: the kind of work with the largest excess over the others: `data`, `forward`, `backward` or `update`.
     """
 
     ranks: tuple[int, ...]
@@ -55,12 +55,9 @@ class Straggler:
     work: str
 
     def __str__(self) -> str:
-        who = f"rank {self.ranks[0]}" if self.node is None else f"node {self.node} (ranks {_span(self.ranks)})"
+        ranks = "-".join(map(str, dict.fromkeys((self.ranks[0], self.ranks[-1]))))
+        who = f"rank {ranks}" if self.node is None else f"node {self.node} (ranks {ranks})"
         return f"{who} {self.factor:.1f}x slower since step {self.since} ({self.work})"
-
-
-def _span(ranks: tuple[int, ...]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

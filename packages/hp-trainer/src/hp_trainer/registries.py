@@ -81,19 +81,20 @@ def register_python_name(registry: Registry, name: str, folder: Path) -> str:
     found = _NAME.fullmatch(name)
     assert found is not None
     file = (folder / Path(found["file"]).expanduser()).absolute()
-    whole = f"{file}:{found['attribute']}"
-    if whole not in registry.names():
+    full_name = f"{file}:{found['attribute']}"
+    if full_name not in registry.names():
         target = getattr(_load(file), found["attribute"], None)
         if not callable(target):
             raise RegistryError(f"{file} has no function or class {found['attribute']!r}")
         with registry.registering(str(file), str(file)):
             taken = len(_parameters(target))
-            registry.add(whole, lambda *arguments: target(*arguments[:taken]), options=_options_of(target, whole))
-    return whole
+            options = _options_of(target, full_name)
+            registry.add(full_name, lambda *arguments: target(*arguments[:taken]), options=options)
+    return full_name
 
 
 def _load(file: Path) -> ModuleType:
-    """Import a file under a unique module name, with its folder appended to the import path."""
+    """Import a file once per process, under a unique module name, with its folder appended to the import path."""
     # By the resolved path: two settings may spell the path of one file differently.
     name = f"hp_user_{file.stem}_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]}"
     if name in sys.modules:
@@ -110,10 +111,10 @@ def _load(file: Path) -> ModuleType:
 
 @functools.cache
 def _import(name: str, file: Path, modified: int) -> ModuleType | str:
-    """Import a file as the module `name`; return its error if that fails.
+    """Import a file as the module `name`; return a message if that fails.
 
-    Cached: a configuration asks for a broken file several times, and importing it may take long or print something. A
-    file that was `modified` is imported again.
+    Cached, since a configuration asks for a broken file several times, and importing it may take long or print
+    something. `modified` is a part of the key, so that a file that has been mended is imported again.
     """
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

@@ -26,7 +26,7 @@ def parse_size(text: str) -> int:
     written = _WRITTEN.fullmatch(text)
     unit = None if written is None else UNITS.get(written[2])
     size = 0.0 if unit is None or written is None else float(written[1]) * unit
-    # Not `floor` before: hundreds of digits are infinitely many bytes.
+    # Before `floor`, which fails for the infinity that hundreds of digits are as a float.
     if not 1 <= size < 2**63:
         raise ValueError(f"expected {EXPECTED}, got {text!r}")
     return math.floor(size)

@@ -22,12 +22,11 @@ Tensor = Any
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """A part of a model, such as the one of a pipeline stage. Its parameters have the names they have in the full
-    model.
+    """A part of a model, such as the one of a pipeline stage. Its parameters have the names of the full model.
 
     Attributes:
         embed: it has the embedding; otherwise its input is activations.
-        layers: indices of its blocks, in order; None: all blocks.
+        layers: indices of its blocks in the full model, in order; None: all blocks.
         head: it has the final norm and the head; otherwise its output is activations.
     """
 
@@ -51,8 +50,8 @@ class LanguageModel(Protocol):
     `[batch]`, the index of each row in the run, from which noise can be drawn that is the same in every layout.
 
     Attributes:
-        config: its options. `ParallelDims.validate_against_model` reads sizes from them. Options with a method
-            `estimates()` can be planned, see `hp_trainer.models.estimates`.
+        config: its options. `ParallelDims.validate_against_model` reads sizes from them. Models whose options have a
+            method `estimates()` can be planned, see `hp_trainer.models.estimates`.
     """
 
     config: Any
@@ -98,13 +97,13 @@ class LanguageModel(Protocol):
         """Update what the optimizer does not; return metrics, equal on all ranks. Called after each optimizer step.
 
         Args:
-            all_gather_object: returns a JSON value of every rank of a pipeline, for metrics about all stages; given
-                to parts of a model only.
+            all_gather_object: gathers one JSON value from each rank of a pipeline, for metrics over all stages; None:
+                this is the full model.
         """
 
 
 def precision_policy(training: TrainingConfig | None) -> MixedPrecisionPolicy:
-    """Return a training's dtypes of computation and gradient reduction as a policy of FSDP; None: float32."""
+    """Return the dtypes of computation and gradient reduction as a policy of FSDP; None: float32 for both."""
     if training is None or training.dtype == "float32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=training.dtype, reduce_dtype=training.reduce_dtype)

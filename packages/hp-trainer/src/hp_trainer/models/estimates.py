@@ -32,13 +32,13 @@ class MicroBatchShape:
         dtype: dtype of computation.
         cp_method: `ulysses`, `ring` or `all_gather`; ignored where `cp` is 1.
         etp: tensor parallel ranks within an expert; None: `tp`.
-        splits_tokens: the ranks of `ep` are given the same tokens and each routes some of them (a peer mesh).
+        splits_tokens: the ranks of `ep` have the same tokens, and each routes some of them (a peer mesh).
         fused_experts: the platform computes all experts in one operation. torch does so on CUDA, and on the CPU in
             float32.
         ep_dispatcher: how tokens are sent to experts; None: `all_to_all`.
         ep_chunks: chunks in which they are sent.
         ep_node_size: ranks of a node, for the dispatchers `two_level` and `auto`.
-        tp_reshards: shards of sequences that `tp` ranks gather are saved instead of the gathered ones.
+        tp_reshards: of sequences that `tp` ranks gather, each rank saves its shard, and backward gathers again.
 
     Examples:
         >>> MicroBatchShape(batch=2, length=8, cp=2).tokens
@@ -93,10 +93,11 @@ class SavedActivation:
         kind: `input` for the block's own input; `routing` for a router's decisions and counts, which are never
             recomputed; a kind of operation whose results selective recomputation may save (`KINDS`); `rest` for cheap
             operations.
-        saved: bytes that autograd saves for backward if nothing is recomputed.
-        held: bytes saved in addition from recomputation to backward, where `saved` is less because backward gathers
-            again what a recomputation has gathered.
-        result: bytes that recomputation saves instead: of the input, of decisions, or of results of saved kinds.
+        saved: bytes that autograd saves for backward if the block is not recomputed.
+        held: bytes that a recomputed block holds beyond `saved` from its recomputation to its backward: gathered
+            tensors of which `saved` counts only the shard.
+        result: bytes that a recomputed block saves from forward instead of `saved`; of the input, of decisions, and of
+            results of saved kinds.
         flops: operations in forward, which is also the cost of recomputing them.
         operands: bytes of the operands and results of products in forward, which bound the rate of small products.
         sent: bytes that this rank sends for them in forward. Recomputation sends them again.
@@ -118,7 +119,7 @@ class BlockActivations:
 
     Attributes:
         tensors: the saved tensors, in the order of forward.
-        working: most bytes that the block's backward holds beyond them, such as gradients between its operations.
+        working: most bytes that the block's backward holds beyond saved tensors, such as gradients of activations.
 
     Examples:
         >>> x = SavedActivation(name="x", kind="input", saved=8, result=8)
@@ -149,10 +150,10 @@ class BlockActivations:
         return sum(x.result for x in self.tensors if x.kind == "routing" or recompute.saves(x.kind))
 
     def reusable(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
-        """Return the bytes of `saved` that backward frees before the preceding block's tensors are back from the host.
+        """Return the bytes that this block's backward frees while the preceding block's tensors arrive from the host.
 
-        These tensors can occupy the freed memory. A recomputed block frees nothing in time: the preceding block's
-        tensors are back before its backward starts.
+        They can take the freed memory. A recomputed block frees nothing in time, since they arrive during its
+        recomputation.
         """
         return self.saved() if recompute.mode == "none" else 0.0
 
@@ -169,7 +170,7 @@ class BlockActivations:
         return recomputed + self.working
 
     def recomputed_flops(self, recompute: BlockRecompute = NOTHING_RECOMPUTED, kind: str | None = None) -> float:
-        """Return the operations that backward repeats, of all kinds or of one."""
+        """Return the operations that backward repeats, of all kinds or of `kind`."""
         return sum(each.flops for each in self._recomputed(recompute) if kind in (None, each.kind))
 
     def recomputed_sent(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
@@ -228,12 +229,12 @@ class Traffic:
     """Collectives of one kind over one mesh axis.
 
     Attributes:
-        axis: an axis of the mesh that `ParallelDims.build_mesh` knows, or several joined by `+`; `ep_inner` and
-            `ep_outer`: ranks of `ep` in one node, and ranks with the same place in different nodes.
+        axis: an axis of the mesh that `ParallelDims.build_mesh` returns, or several joined by `+`; `ep_inner` and
+            `ep_outer`: ranks of `ep` in one node, and those with the same index in different nodes.
         collective: the collective's name in `record_collectives`.
         bytes: bytes that one rank sends to others in all of them together, the mean over ranks.
         count: number of collectives.
-        overlaps: they run while the rank computes.
+        overlaps: the collectives run while the rank computes.
     """
 
     axis: str
@@ -287,14 +288,14 @@ class ModelEstimates(Protocol):
         """Return a key that is equal for blocks whose parameters have the same shapes."""
 
     def unreached_blocks(self) -> tuple[int, ...] | None:
-        """Return the first blocks, which backward does not reach; None: those before the first trained parameter."""
+        """Return the leading blocks that backward does not reach; None: all before the first trained parameter."""
 
     def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
         """Return the parameters of a part of the model on the rank that has most of them.
 
         Args:
-            dims: tensor and expert parallel degrees shard the parameters; sharding over data comes later.
-            part: the part, whose `layers` are stated.
+            dims: shapes are those of shards over tensor and expert parallel ranks, and not yet sharded over data.
+            part: the part; its `layers` are not None.
             freeze: patterns of names that are not trained.
         """
 
@@ -314,10 +315,12 @@ class ModelEstimates(Protocol):
         recompute: Sequence[BlockRecompute],
         attention_cost: Callable[[int | None], ContextCost],
     ) -> Iterable[Traffic]:
-        """Return what one rank sends in forward and backward of one micro-batch, without weights and stages.
+        """Return what one rank sends in forward and backward of one micro-batch.
+
+        Weights, their gradients and messages between stages are not included.
 
         Args:
-            recompute: for each block of the full model.
+            recompute: recomputation of each block of the full model.
             attention_cost: returns the cost of one layer's attention over `cp` ranks, by the layer's window.
         """
 

@@ -1,6 +1,6 @@
 """Recomputation of a model's blocks: which blocks recompute which operations in backward instead of saving results.
 
-Here are the settings; `training/activation_budget.py` selects operations for a memory budget.
+Here blocks are selected by settings; `training/activation_budget.py` selects them by a memory budget.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NOTHING_RECOMPUTED = BlockRecompute()
 
 
 def block_names(num_layers: int) -> list[str]:
-    """Return the names of a model's blocks, which patterns are matched with."""
+    """Return the names of a model's blocks, for patterns and messages."""
     return [f"layers.{index}" for index in range(num_layers)]
 
 

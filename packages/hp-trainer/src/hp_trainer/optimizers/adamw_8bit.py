@@ -43,7 +43,7 @@ class AdamW8bitConfig(AdamWConfig):
 
     def update_bytes(self, held: Sequence[tuple[str, tuple[int, ...], int]], *, is_host: bool) -> int:
         """Return the bytes of float32 copies while one parameter is updated; see the hook `hp_optimizers`."""
-        # Ten float32 tensors: weight, gradient, moments and temporaries of one parameter.
+        # Ten tensors of 4 bytes per element: weight, gradient, moments and temporaries of one parameter.
         return 40 * max((elements for _, _, elements in held), default=0)
 
 

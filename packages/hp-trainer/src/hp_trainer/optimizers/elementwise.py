@@ -81,7 +81,6 @@ class AdamW(ElementwiseOptimizer):
     options: AdamWConfig
 
     def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
-        """See `ElementwiseOptimizer.update`."""
         platform = self.platform
         is_wide = platform.dtype_name(parameter.dtype) in ("float32", "float64")
         dtype = parameter.dtype if is_wide else platform.dtype("float32")
@@ -138,7 +137,6 @@ class SGD(ElementwiseOptimizer):
     options: SGDConfig
 
     def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
-        """See `ElementwiseOptimizer.update`."""
         ops, options = self.platform.ops, self.options
         # Coupled, as in `torch.optim.SGD`: the decay is part of the gradient and enters the velocity.
         if options.weight_decay:
@@ -176,7 +174,6 @@ class Lion(ElementwiseOptimizer):
     options: LionConfig
 
     def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
-        """See `ElementwiseOptimizer.update`."""
         ops, momentum, (beta1, beta2) = self.platform.ops, state["exp_avg"], self.options.betas
         mixed = ops.add(ops.mul(momentum, beta1), ops.mul(grad, 1 - beta1))
         # The sign, from two comparisons; 0 stays 0.

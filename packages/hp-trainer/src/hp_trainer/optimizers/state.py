@@ -24,7 +24,10 @@ Tensor = Any
 
 
 def set_state(optimizer: Any, name: str, slot: str, values: Tensor) -> None:
-    """Pass new values of a state tensor to an optimizer, if writing into the tensor of `state()` is not enough."""
+    """Pass new values of a state tensor to an optimizer that has a method `set_state`; for others do nothing.
+
+    The caller has written the values into the tensor of `state()`, which is enough for other optimizers.
+    """
     if hasattr(optimizer, "set_state"):
         optimizer.set_state(name, slot, values)
 
@@ -75,7 +78,7 @@ def build_on_host(
 
 
 def split_into_buckets(counts: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield consecutive slices of tensors with at most `most` elements together, or one larger tensor.
+    """Yield consecutive slices of `counts`, each of at most `most` elements together, or of one larger tensor.
 
     Args:
         counts: elements of each tensor, unsharded, so that all ranks split alike.
@@ -150,7 +153,7 @@ class StateOnHost:
     """The state of one optimizer, which is in host memory except between `prefetch` and `release`.
 
     Attributes:
-        optimizer: the optimizer, whose own state tensors have memory only in between.
+        optimizer: the optimizer. Its own state tensors have memory only between `prefetch` and `release`.
         state: tensors in host memory, by parameter and slot.
     """
 

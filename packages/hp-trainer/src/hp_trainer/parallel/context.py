@@ -80,7 +80,7 @@ def describe_context(dims: Any, config: Any, training: TrainingConfig) -> list[s
 
 @functools.lru_cache(maxsize=4096)
 def _compare(shape: AttentionShape, ranks: int, method: str | None, degree: int | None) -> ContextChoice:
-    """Return the costs of all methods to share a sequence.
+    """Return the costs of the methods to share a sequence: of all, or of those with this method and Ulysses degree.
 
     Costs are counted for a sequence that is shorter by a factor and has as many equal chunks. Rates are divided by that
     factor for bytes, and by its square for products of queries and keys. The seconds are the same, and found much

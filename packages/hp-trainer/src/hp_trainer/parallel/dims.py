@@ -40,8 +40,7 @@ class ParallelDims:
     `expert_mesh` states how experts are placed:
 
     - `"folded"`: `dp_replicate*dp_shard*cp*tp*pp == world_size`, and experts reuse the dense ranks within a replica and
-    a
-      stage: `dp_shard*cp*tp == efsdp*ep*etp`, with `efsdp` inferred.
+      a stage: `dp_shard*cp*tp == efsdp*ep*etp`, with `efsdp` inferred.
     - `"peer"`: `ep` is an axis of its own: `dp_replicate*dp_shard*ep*cp*tp*pp == world_size`.
     - `None`: the one whose equation holds; folded if `ep` is 1. With `dp_shard=-1` and `ep` above 1 both equations can
       hold, with different layouts, so `expert_mesh` must be stated.
@@ -55,8 +54,9 @@ class ParallelDims:
         ep: expert parallel ranks.
         etp: tensor parallel ranks within an expert, 1 or `tp`.
         ulysses_degree: how many of the `cp` ranks exchange heads; None: all of them, unless `cp_method` differs.
-        cp_method: how the others exchange keys and values: `"ring"` or `"all_gather"` (with `ulysses_degree` None, all
-            ranks do); `"ulysses"`: all exchange heads; `"auto"`: the cheapest; None: `"ring"` together with Ulysses.
+        cp_method: how groups of `ulysses_degree` ranks exchange keys and values: `"ring"` or `"all_gather"` (with
+            `ulysses_degree` None, all ranks do). `"ulysses"`: all ranks exchange heads. `"auto"`: the cheapest by the
+            cost model. None: as `ulysses_degree` states, and `"ring"` for the rest.
         world_size: ranks of the job.
         ep_dispatcher: how tokens are sent to experts; None: `all_to_all`.
         ep_chunks: chunks in which they are sent; None: 1, or with `auto` the cost model's choice.
@@ -264,8 +264,7 @@ class ParallelDims:
         yield from context_problems(self, getattr(model, "config", model), seq_len)
 
     def validate_against_model(self, model: Any, seq_len: int | None = None) -> None:
-        """Check that the degrees divide heads, key-value heads, experts and sequence length; missing fields are
-        skipped.
+        """Check that the degrees divide heads, key-value heads, experts and sequence length, as far as they are known.
 
         Args:
             model: an object with a `config`, or a configuration.
@@ -296,7 +295,6 @@ def degrees_from_config(config: Any, world_size: int, num_experts: int | None = 
         shard, outside = degrees.get("dp_shard", 1), degrees.get("dp_replicate", 1) * degrees.get("pp", 1)
         inside = degrees.get("cp", 1) * degrees.get("tp", 1)
         dense = world_size // outside if shard == -1 else shard * inside
-        # The largest number that divides both the experts and the ranks available to them.
         degrees["ep"] = math.gcd(num_experts or 1, max(1, dense // degrees.get("etp", 1)))
     return degrees
 

@@ -98,7 +98,6 @@ def _malformed(dims: Any) -> Iterator[Problem]:
     if dims.expert_mesh not in (None, *get_args(ExpertMesh)):
         what = "unknown placement of experts"
         yield Problem(path="expert_mesh", what=what, expected="'folded' or 'peer'", got=repr(dims.expert_mesh))
-
     if dims.cp_method not in (None, *get_args(CpMethod)):
         what = "unknown method of context parallelism"
         yield Problem(path="cp_method", what=what, expected=join_choices(get_args(CpMethod)), got=repr(dims.cp_method))
@@ -161,7 +160,12 @@ def _wrong_product(dims: Any, names: tuple[str, ...]) -> Problem:
 
 
 def _nearest_products(dims: Any, names: tuple[str, ...], *, divides: bool) -> str:
-    """Return, for each single degree, the nearest values that satisfy the equation, and the world size that would."""
+    """Return a hint: for each single degree the values that satisfy the equation, and the world size that does.
+
+    Args:
+        names: degrees of the equation.
+        divides: their product must divide the world size, else equal it.
+    """
     total = product(dims, names)
     choices = []
     for name in names:

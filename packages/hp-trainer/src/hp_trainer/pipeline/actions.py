@@ -161,10 +161,10 @@ PRODUCES_INPUT_GRAD = (Kind.BACKWARD, Kind.INPUT_GRAD)
 
 
 def dependencies(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return the dependencies of `action`: one action of each tuple must be finished before it can start.
+    """Return the dependencies of `action`: of each tuple, one action must be finished before `action` can start.
 
-    A gradient from the next stage is produced by a `BACKWARD` or an `INPUT_GRAD`, whichever the schedule contains; such
-    a dependency is a tuple of both.
+    A tuple has two actions where the next stage's gradient comes from a `BACKWARD` or an `INPUT_GRAD`, whichever the
+    schedule contains.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is Kind.FORWARD:
@@ -194,7 +194,11 @@ def v_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def interleave_rounds(stages: Sequence[int], kind: Kind, sizes: Sequence[int]) -> list[Action]:
-    """Return the actions of one kind in rounds of these sizes, whose micro-batches pass all stages before the next."""
+    """Return the actions of one kind in rounds: the micro-batches of a round pass all stages before the next round.
+
+    Args:
+        sizes: number of micro-batches of each round.
+    """
     ends = [0, *itertools.accumulate(sizes)]
     return [
         Action(stage, kind, microbatch)

@@ -77,7 +77,7 @@ def split_inputs(
 
 def _split_dims(specs: Any, number: int, what: str) -> list[int | None]:
     """Return the dimension of each `TensorChunkSpec` in a tree, None for None."""
-    # By attribute, so that those of torch are taken too.
+    # By attribute, so that torch's own class is accepted too.
     listed = flattened(specs)[0]
     wrong = [repr(spec) for spec in listed if spec is not None and not hasattr(spec, "split_dim")]
     if wrong or len(listed) != number:
@@ -146,7 +146,7 @@ def split_all(
         if not isinstance(kwargs_spec, Mapping):
             raise PipelineError(f"kwargs_chunk_spec: expected a dict of argument names, got {kwargs_spec!r}")
         unknown, missing = sorted(kwargs_spec.keys() - kwargs), sorted(kwargs.keys() - kwargs_spec)
-        # The specs may be for all ranks, and arguments be left out; but one misspelt would not be split as meant.
+        # Specs may name arguments of other ranks, and leave out some of this one. Both at once means a misspelt name.
         if unknown and missing:
             raise PipelineError(
                 f"kwargs_chunk_spec: names {unknown}, which this step does not get, and not {missing}, which it does; "
@@ -238,7 +238,7 @@ class Pipeline:
             raise PipelineError("reduces_once=False: expected gathers_for_step=False with it, got True")
         self._gathers_for_step = gathers_for_step
         self._parameters = self._parameters_by_stage(reduces_once)
-        # By `forward_only`.
+        # A rank's actions of a step, by `forward_only`.
         self._programs: dict[bool, tuple[Action, ...]] = {}
         # Bound once: a step looks up the method of each action.
         self._actions = self._methods_by_kind()
@@ -249,7 +249,7 @@ class Pipeline:
         self._loss_kwargs: Mapping[str, Any] = {}
         self._outputs: dict[int, Any] = {}
         self._losses: dict[int, Tensor] = {}
-        # Outputs, and gradients of inputs, that the next consumer has not taken yet, by (producing stage, micro-batch).
+        # Outputs, and gradients of inputs, until their consumer pops them, by (producing stage, micro-batch).
         self._pending_outputs: dict[tuple[int, int], tuple[MessageLayout, list[Tensor]]] = {}
         self._pending_gradients: dict[tuple[int, int], list[Tensor]] = {}
 

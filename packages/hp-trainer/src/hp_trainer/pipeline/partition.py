@@ -68,8 +68,8 @@ def balanced_stages(
     for cost in costs:
         total.append(total[-1] + cost)
 
-    # Dynamic programming in two passes over (stage, first layer): first the minimal peak cost, then, among partitions
-    # that do not exceed it, the least sum of squares.
+    # Dynamic programming in two passes over (stage, first layer): the minimal peak cost, then the least sum of squares
+    # among the partitions that do not exceed it.
     def cost_of(stage: int, begin: int, end: int) -> float:
         extra = (first_cost if stage == 0 else 0.0) + (last_cost if stage == num_stages - 1 else 0.0)
         return total[end] - total[begin] + extra
@@ -218,7 +218,7 @@ def _restored_gradients(platform: Platform, layers: Sequence[Module]) -> Iterato
 
 
 class SplitPoint(Enum):
-    """The place of a split: before a submodule, or after it. Names follow torch."""
+    """The side of a submodule at which to split: before it, or after it. Names follow torch."""
 
     BEGINNING = 1
     END = 2
@@ -395,7 +395,7 @@ def _chain_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[_Chain, Any]:
-    """Return the chain of the submodules that a forward calls, and the result, with `_Value`s in it.
+    """Run a forward; return the chain of submodules that it calls, and its result, with `_Value`s for its tensors.
 
     The submodules are the outermost ones that no split divides.
     """
@@ -414,7 +414,7 @@ def _chain_of(
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Stands for a value that the submodule before returned: its place among all of them."""
+    """Stands for a value that the previous submodule returned: its index among the leaves of that output."""
 
     index: int
 
@@ -439,10 +439,10 @@ def _leaves(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Example:
-    """Values that forward got in the example, from the caller or a submodule: all but tensors must stay as they were.
+    """Values of the example, such as the output of a submodule. In later calls only tensors may differ from them.
 
     Args:
-        named: trees by name.
+        named: trees by name, such as `argument 0`.
     """
 
     def __init__(self, platform: Platform, named: Mapping[str, Any]) -> None:
@@ -454,10 +454,10 @@ class _Example:
         """Return the leaves of trees like the example's, in its order.
 
         Args:
-            ordered: refuse mappings in another order, of which a later stage would take one value for another.
+            ordered: refuse mappings in another order, since later stages get values by position.
 
         Raises:
-            PipelineError: a leaf is missing or new, or another than a tensor differs.
+            PipelineError: a leaf is missing or new, or one that is no tensor differs.
         """
         found = dict(self._found(named))
         fixed = {path: self._without_tensors(leaf) for path, leaf in found.items()}
@@ -486,8 +486,9 @@ class _Example:
         return tree
 
 
-# An Enum: a copied or pickled stage must still find its members equal to these.
 class _Mark(Enum):
+    """Stands for a leaf that is not compared by value. An enum, so that a copy of a stage has the same members."""
+
     TENSOR = "a tensor"
     NOTHING = "nothing"
 
@@ -505,8 +506,8 @@ class _Chain:
     """The submodules that a forward has called so far, with their arguments and outputs.
 
     Attributes:
-        calls: the arguments of each submodule by path, in order, with `_Value`s for what the one before returned.
-        outputs: what each returned.
+        calls: (args, kwargs) of each submodule by path, in order, with `_Value`s for tensors of the output before.
+        outputs: the output of each submodule by path.
     """
 
     def __init__(self, platform: Platform, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -518,6 +519,8 @@ class _Chain:
         self._hold(list(_named(args, kwargs).values()))
 
     def hook(self, path: str, module: Module) -> list[Any]:
+        """Record the calls of a submodule by hooks; return their handles."""
+
         def before(_: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # Submodules of a running one are part of it.
             if self._running is None:
@@ -539,9 +542,9 @@ class _Chain:
         ]
 
     def note(self, name: str, result: Any) -> None:
-        """Refuse a function between submodules that returns its argument: nobody could tell that it was called.
+        """Refuse a function between submodules that returns its argument, since its call leaves no other trace.
 
-        Functions that return something new, or write in place, are found when a submodule gets the result.
+        If a function returns a new tensor, or writes in place, `refer` refuses its result.
         """
         if self._running is not None:
             return
@@ -556,10 +559,14 @@ class _Chain:
                 )
 
     def refer(self, who: str, verb: str, tree: Any) -> Any:
-        """Return a tree with a `_Value` for each value of the last output.
+        """Return a tree with `_Value`s in place of the tensors of the last output.
+
+        Args:
+            who, verb: start of an error message.
 
         Raises:
-            PipelineError: another value than None, flags and strings, or one that was written since or occurs twice.
+            PipelineError: a leaf is neither such a tensor, nor None, a flag or a string; or the tensor has been written
+                in place, or occurs twice in the output.
         """
         leaves, rebuild = flattened(tree)
         return rebuild([self._reference(who, verb, x) for x in leaves])
@@ -588,6 +595,7 @@ class _Chain:
         )
 
     def _hold(self, tree: Any) -> None:
+        """Store the leaves of the last output, with the version counters by which in-place writes are found."""
         self._held = flattened(tree)[0]
         self._versions = [self._version(x) for x in self._held]
 
@@ -605,7 +613,7 @@ def _check_hooks(platform: Platform, divided: Mapping[str, Module]) -> None:
 
 
 def _splits(paths: Sequence[str], split_spec: Mapping[str, Any]) -> list[int]:
-    """Return the positions in the chain at which stages begin, but for the first."""
+    """Return the positions in the chain at which the second and later stages start."""
     found = set()
     for name, point in split_spec.items():
         within = [index for index, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
@@ -636,12 +644,12 @@ class _ChainStage(nn.Module):
 
     Args:
         modules: by dotted name.
-        calls: the arguments of each, with `_Value`s for what the one before returned.
-        outputs: what each returned in the example.
-        arguments: those of the example, for the first stage.
-        result: the full module's result, likewise; None: what the last submodule returns.
-        training: the full module's flag.
-        trains: the example ran in training mode.
+        calls: (args, kwargs) of each, with `_Value`s for tensors of the output before.
+        outputs: the output of each in the example.
+        arguments: arguments of the example, for the first stage; None for others.
+        result: the full module's result, with `_Value`s, for the last stage; None: return the last output.
+        training: `training` of the full module.
+        trains: the divided modules were in training mode in the example.
     """
 
     def __init__(

@@ -266,10 +266,10 @@ def dualpipe_v(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> S
 def _in_a_v(
     num_ranks: int, num_microbatches: int, at_least: int, actions_of: Callable[[_RankOfV], list[Action]]
 ) -> Schedule:
-    """Return a schedule of two stages per rank whose phases need at least so many micro-batches.
+    """Return a schedule of two stages per rank in a V.
 
-    The actions of surplus micro-batches are removed. This cannot cause a deadlock, since an action depends only on
-    others of its own micro-batch.
+    The phases need `at_least` micro-batches. The actions of surplus ones are removed. This cannot cause a deadlock,
+    since an action depends only on others of its own micro-batch.
     """
     ranks = [actions_of(_RankOfV(rank, num_ranks, max(num_microbatches, at_least))) for rank in range(num_ranks)]
     actions = tuple(tuple(action for action in each if action.microbatch < num_microbatches) for each in ranks)
@@ -285,8 +285,9 @@ class _RankOfV:
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
         self._stages = (rank, 2 * num_ranks - 1 - rank)
-        # The counts of the phases depend on the rank's place: `after` ranks come between it and the turn of the V.
+        # The counts of the phases depend on the rank's position: `after` ranks are between it and the turn of the V.
         self._before, self._after = rank + 1, num_ranks - 1 - rank
+        # Next micro-batch of each direction.
         self._forwards, self._backwards = [0, 0], [0, 0]
         self._deferred: list[Action] = []
         self._taken: list[Action] = []
@@ -321,6 +322,7 @@ class _RankOfV:
     def dualpipe(self) -> list[Action]:
         """Return the rank's actions in `dualpipe_v`."""
         before, after = self._before, self._after
+        # The seven loops and the weight gradients of `_finished` are the eight phases of DeepSeek's DualPipeV.
         for _ in range(2 * after):
             self._forward(0)
         for _ in range(before):
@@ -425,10 +427,10 @@ class _Graph:
     """The flow of a schedule with its actions in the order of their starts.
 
     Attributes:
-        order: indices of the flow's actions, every one after all that it waits for, also when merged backwards take
-            longer.
-        waiting: for each `I`, the actions that a merged backward could delay: of the previous stage, and the next one
-            of the rank except its own `W`, which becomes a part of it.
+        actions, needs: as `Flow.order` and `Flow.needs`.
+        order: indices of actions, every one after all that it waits for, also when merged backwards take longer.
+        waiting: for each `I`, the actions that a merged backward could delay, as in `Flow.needs`: of the previous
+            stage, and the next one of the rank except its own `W`, which becomes a part of it.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -436,13 +438,14 @@ class _Graph:
         flow = flow_of(schedule)
         self.actions, self.needs = flow.order, flow.needs
         self.order = sorted(range(len(flow.order)), key=lambda index: spans[flow.order[index]][0])
-        index = {action: place for place, action in enumerate(flow.order)}
+        index = {action: position for position, action in enumerate(flow.order)}
         self.waiting: dict[int, list[tuple[int, int]]] = {}
         for actions in schedule.actions:
-            for place, action in enumerate(actions):
+            for position, action in enumerate(actions):
                 if action.kind is Kind.INPUT_GRAD:
                     own = action.of_kind(Kind.WEIGHT_GRAD)
-                    after = [(index[each], 0) for each in actions[place + 1 : place + 3] if each != own][:1]
+                    following = actions[position + 1 : position + 3]
+                    after = [(index[each], 0) for each in following if each != own][:1]
                     earlier = (Action(action.stage - 1, kind, action.microbatch) for kind in PRODUCES_INPUT_GRAD)
                     after += [(index[x], int(owners[x.stage] != owners[action.stage])) for x in earlier if x in index]
                     self.waiting[index[action]] = after
@@ -467,12 +470,12 @@ class _Step:
                 latest[before] = min(latest[before], latest[index] - is_remote * self._transfer)
 
     def run(self, index: int, kind: Kind | None) -> None:
-        """Run an action as this kind: None if it is a part of another one."""
+        """Set the end of an action that runs as this kind; None: it is a part of another action and takes no time."""
         self._ends[index] = self._start(index) + self._times[kind]
 
     def can_merge(self, input_grad: int) -> bool:
         """Return whether an unsplit backward delays no action that waits for it."""
-        # Sums of times that are no binary fractions are rounded.
+        # Less a tolerance, since sums of times are rounded.
         end = self._start(input_grad) + self._times[Kind.BACKWARD] - 1e-6
         waiting = self._graph.waiting[input_grad]
         return all(end + is_remote * self._transfer <= self._latest[each] for each, is_remote in waiting)

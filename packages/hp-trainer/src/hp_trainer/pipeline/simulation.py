@@ -150,12 +150,12 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
 class Flow:
     """The actions of a schedule in an order in which they can run, and what each one waits for.
 
-    Actions are stated by their index in that order, because a schedule of many ranks has a hundred thousand of them.
+    Actions are stated by their index in `order`, because a schedule of many ranks has a hundred thousand of them.
 
     Attributes:
         order: every action after all that it waits for.
-        needs: for each action, those that must end before it starts: its dependencies, which may be on another rank
-            (1), and the previous action of its rank (0).
+        needs: for each action, the pairs (index, is_remote) of those that must end before it starts: its dependencies,
+            with `is_remote` 1 if they are on another rank, else 0; and the previous action of its rank.
     """
 
     order: list[Action]
@@ -203,7 +203,7 @@ def flow_of(schedule: Schedule) -> Flow:
 
 
 def _needed(action: Action, schedule: Schedule, index: Mapping[Action, int]) -> list[tuple[int, int]] | None:
-    """Return the dependencies of `action`, and whether each is on another rank; None if one has not run yet."""
+    """Return the dependencies of `action` as in `Flow.needs`; None if one is not in `index`, so has not run yet."""
     owners, found = schedule.rank_of_stage, []
     for forms in dependencies(action, schedule.num_stages):
         # Of the two forms of a backward, the schedule contains one.
@@ -403,7 +403,7 @@ def draw_timeline(timeline: Timeline, picture: Path | str) -> None:
         loc="right",
     )
     with replacing(Path(picture)) as out:
-        figure.savefig(out, format=Path(picture).suffix.removeprefix(".") or "png", dpi=120)
+        figure.savefig(out, format=suffix, dpi=120)
 
 
 def _draw_action(axes: Any, timeline: Timeline, rank: int, action: Action, *, show_text: bool) -> None:

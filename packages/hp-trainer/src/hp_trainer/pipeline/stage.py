@@ -196,7 +196,7 @@ class PipelineStage:
             return self._unsplit_backward(run, gradients)
         given = [None] if gradients is None else list(gradients)
         found, run.finish = self.platform.split_backward(run.roots, given, run.leaves)
-        # Dropped now, so that the outputs are freed before the weight gradient runs.
+        # Dropped now, so that the outputs and inputs are freed before the weight gradient runs.
         leaves, run.roots, run.leaves = run.leaves, [], []
         return [self._or_zeros(leaf, grad) for leaf, grad in zip(leaves, found, strict=True)]
 
@@ -206,10 +206,11 @@ class PipelineStage:
         run.finish()
 
     def _unsplit_backward(self, run: _MicroBatch, gradients: Sequence[Tensor] | None) -> list[Tensor]:
+        """Run all of a backward, and return the gradients of the received inputs."""
         run_backward(self.platform, run.roots, gradients)
-        # Frees the outputs, whose graph the backward has consumed.
-        run.roots = []
-        return [self._or_zeros(leaf, self.platform.get_grad(leaf)) for leaf in run.leaves]
+        # Frees outputs and inputs: `run` may remain until its `weight_grad`.
+        leaves, run.roots, run.leaves = run.leaves, [], []
+        return [self._or_zeros(leaf, self.platform.get_grad(leaf)) for leaf in leaves]
 
     def _or_zeros(self, leaf: Tensor, grad: Tensor | None) -> Tensor:
         """Return the gradient of an input; zeros if the stage did not use it, since the previous stage expects one."""
@@ -275,7 +276,7 @@ def _form(platform: Platform, x: Tensor) -> str:
 
 
 def run_backward(platform: Platform, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None) -> None:
-    """Run one backward from several tensors with their gradients, or from a scalar loss if `gradients` is None.
+    """Run one backward from `roots` with their gradients, or from one scalar loss if `gradients` is None.
 
     Several roots are joined by one autograd node that passes each its gradient, so that nodes they share run once.
     """
@@ -318,7 +319,7 @@ class StageParameters(ABC):
 
     @abstractmethod
     def reduce_grad(self) -> None:
-        """Reduce the gradients of all micro-batches."""
+        """Reduce the gradients of all micro-batches, or let the next backward do so."""
 
     def reshard(self) -> None:
         """Finish a step without a backward."""

@@ -60,6 +60,7 @@ class PipelineSchedule:
         return self.pipeline.eval(*args, target=target, losses=losses, **kwargs)
 
     def _divide_gradients(self) -> None:
+        """Divide all gradients by the number of micro-batches, those of earlier steps too, as torch does."""
         platform, number = self.pipeline.platform, self.pipeline.num_microbatches
         # By identity, so that a parameter that stages share is divided once.
         modules = {id(stage.submod): stage.submod for stage in self._stages}.values()

@@ -85,7 +85,7 @@ class MessageLayout:
 
 
 def _tuple(value: Any) -> Any:
-    """Convert nested lists to tuples: JSON has no tuples, but layouts that were sent are compared with own ones."""
+    """Convert nested lists to tuples, which JSON lacks, so that received layouts compare equal to own ones."""
     return tuple(map(_tuple, value)) if isinstance(value, list) else value
 
 
@@ -206,7 +206,10 @@ Buffers = list[tuple[Work, Tensor]]
 
 @dataclass
 class _Sent:
-    """Buffers being sent, and the position of the receiver's action that needs them: once it ran, they have arrived."""
+    """Buffers being sent, and the position in the receiver's list of the action that needs them.
+
+    Once the receiver has finished that action, or a later one, the buffers have arrived.
+    """
 
     needed_by: int
     buffers: Buffers
@@ -328,7 +331,7 @@ class Transfers:
         self._note_sent(peer, needed_by, buffers)
 
     def receive_backward(self, action: Action) -> list[Tensor]:
-        """Wait for the gradients of a stage's outputs that require one, and return them."""
+        """Wait for the gradients of those outputs of a stage that require one, and return them in order."""
         peer = self._schedule.rank_of_stage[action.stage + 1]
         with self._naming(peer, "receiving the gradients for", action):
             tensors = self._take(action, peer)
@@ -358,7 +361,11 @@ class Transfers:
         return [tensor for _, tensor in buffers]
 
     def _receive_until(self, needed_by: Action, peer: int, *, may_wait: bool) -> None:
-        """Post the receives of a peer's messages up to a given one."""
+        """Post the receives of a peer's messages up to the one that an action needs.
+
+        Args:
+            may_wait: block until its shapes are known; False: return before it if they are not.
+        """
         expected, arriving = self._expected[peer], self._arriving[peer]
         # In the order of sending, not of need: messages of a pair of ranks are matched by their order.
         while needed_by not in arriving:
@@ -416,9 +423,9 @@ class Transfers:
         self._sent.setdefault(peer, []).append(_Sent(self._position[needed_by], buffers))
 
     def _arrived(self, peer: int, made_by: Action) -> None:
-        """Release the buffers of sends that a peer needed before the action whose result arrived from it.
+        """Complete the sends that a peer has received, since its action `made_by`, whose result arrived, came after.
 
-        Completing a send only when it is known to be received frees its memory during the step without blocking.
+        Waiting only for such sends frees their memory during the step without blocking.
         """
         finished = self._position[made_by]
         pending = self._sent.get(peer, [])

@@ -1,7 +1,8 @@
 """Recomputation and offloading under a budget of activation memory (`training.activation_budget`).
 
-`Demand` is the activations that a rank holds, `CostRates` the price of recomputing, sending and copying them, measured
-by `measure_rates` if wanted. `plan_activations` searches the cheapest choice for every rank of a pipeline."""
+`Demand` has the activations of a rank, and computes memory and cost of a choice of what to recompute and offload. Costs
+are compared by `CostRates`, measured by `measure_rates` if wanted. `plan_activations` searches the cheapest choice for
+every rank of a pipeline."""
 
 from __future__ import annotations
 
@@ -79,14 +80,18 @@ ESTIMATED = CostRates()
 
 
 def bytes_in_backward(saved: Any, pending: Any, reusable: Any, temporary: Any) -> tuple[Any, Any]:
-    """Return the bytes of activations on the device at the end of each block's backward, and at most during it.
+    """Return the bytes on the device at the end of each block's backward, and the most bytes during it.
 
     When backward is in a block, the tensors of later blocks are freed. Offloaded tensors of the preceding block come
     back from the host and reuse memory that this block frees; those of earlier blocks are still on the host.
 
     Args:
-        saved, reusable, temporary: float arrays `[..., blocks]`, results of the methods of `BlockActivations`.
-        pending: bytes on the device between a block's forward and its backward.
+        saved, reusable, temporary: float arrays `[..., blocks]`, in the order of forward: for each block the bytes that
+            the methods of `BlockActivations` with these names return.
+        pending: `[..., blocks]`, bytes of each block on the device between its forward and its backward.
+
+    Returns:
+        Two arrays `[..., blocks]`.
     """
     preceding, reused = np.zeros_like(saved), np.zeros_like(saved)
     preceding[..., 1:] = saved[..., :-1]
@@ -116,7 +121,7 @@ class Demand:
         return index == len(self.blocks) - 1 or index in self.ends
 
     def peak(self, chosen: Sequence[BlockRecompute]) -> float:
-        """Return the most bytes on the device at once.
+        """Return the most bytes on the device at once, given the choice for each block.
 
         Examples:
             >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
@@ -141,12 +146,12 @@ class Demand:
         return float((self.in_flight - 1) * sum(pending) + max(peaks.max(initial=0.0), at_loss))
 
     def work(self, rates: CostRates = ESTIMATED) -> float:
-        """Return the work of a forward, in operations."""
+        """Return the work of the forward of one micro-batch, head included, in operations."""
         blocks = [*self.blocks, *([] if self.head is None else [self.head])]
         return sum(map(rates.work, blocks))
 
     def cost(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> float:
-        """Return the additional work of a step in operations: recomputation, and copies not hidden by computation."""
+        """Return the additional work of a micro-batch in operations: recomputation, and copies that are not hidden."""
         recomputation = sum(rates.recomputation(block, each) for block, each in zip(self.blocks, chosen, strict=True))
         return recomputation + sum(self.exposed_copies(range(len(self.blocks)), chosen, rates))
 
@@ -179,9 +184,9 @@ class RecomputePlan:
         chosen: recomputation of each block.
         peak: most bytes of activations on the device.
         peak_saving_all: the peak if nothing were recomputed or offloaded.
-        least: the peak if as much as possible were recomputed and offloaded.
-        cost: additional work of a step in operations, see `Demand.cost`.
-        work: work of a forward in operations, see `Demand.work`.
+        least: the least peak of one choice for all blocks.
+        cost: additional work of a micro-batch in operations, see `Demand.cost`.
+        work: work of the forward of a micro-batch in operations, see `Demand.work`.
         exposed: part of `cost` for copies to the host and back that computation does not hide.
         offloaded: bytes of a micro-batch on the host.
         cost_without_offload: cost of the best choice that offloads nothing; None if there is none, or if nothing may be
@@ -200,11 +205,11 @@ class RecomputePlan:
 
     @property
     def slowdown(self) -> float:
-        """Additional work as a share of a step's work, of which forward is a third."""
+        """Additional work as a share of the work without it, of which forward is a third."""
         return self.share(self.cost)
 
     def share(self, cost: float) -> float:
-        """Return a cost as a share of a step's work."""
+        """Return a cost as a share of the work of forward and backward."""
         return cost / (3 * self.work) if self.work else 0.0
 
 
@@ -212,7 +217,7 @@ class BudgetError(ValueError):
     """No choice stays within a budget of activations.
 
     Attributes:
-        least: bytes of the smallest budget that can be satisfied.
+        least: bytes of a budget that can be satisfied: the least peak of one choice for all blocks.
     """
 
     def __init__(self, budget: float, least: float, *, offloads: bool = False) -> None:
@@ -234,10 +239,9 @@ def plan_recompute(
 ) -> RecomputePlan:
     """Choose what to recompute and what to offload, at the least cost within a budget of activations.
 
-    A greedy search starts from saving everything, repeatedly takes the change that frees most bytes of the peak for its
-    cost, and finally undoes what turns out to fit. Of equal blocks, the first ones are recomputed, whose activations
-    live longest. For few blocks the cost is within a tenth of the optimum. A copy to the host costs what the
-    computation of the next block does not hide.
+    A greedy search starts from one choice for all blocks. It repeatedly changes the block that frees most bytes of the
+    peak per additional work, until the budget is met. Then it restores what fits again. Of equal blocks, the first
+    ones are recomputed, whose activations live longest. For few blocks the cost is within a tenth of the optimum.
 
     Args:
         budget: bytes.
@@ -246,7 +250,7 @@ def plan_recompute(
         rates: measured or estimated rates.
 
     Raises:
-        BudgetError: no choice stays within the budget.
+        BudgetError: no choice that is the same for all blocks stays within the budget.
 
     Examples:
         >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
@@ -295,7 +299,10 @@ _MAX_EXCHANGED = 12
 
 
 class _Search:
-    """Search over choices: arrays with an option's index per block. Bytes and costs per option are tables."""
+    """Search over choices: int arrays `[blocks]` of indices of options, or `[choices, blocks]` for several at once.
+
+    Bytes and costs are tables `[kinds of blocks, options]`.
+    """
 
     def __init__(self, demand: Demand, options: list[BlockRecompute], rates: CostRates) -> None:
         self._options, self._in_flight = options, demand.in_flight
@@ -344,9 +351,6 @@ class _Search:
 
     def costs(self, choices: Any) -> Any:
         """Return `Demand.cost` of each row of choices."""
-        return self._each_cost(choices).sum(axis=1)
-
-    def _each_cost(self, choices: Any) -> Any:
         recomputed = self._recomputed[self._kinds, choices]
         copied = self._host * (self._saved - self._on_device)[self._kinds, choices]
         # Recomputation is counted per block; copies overlap with the next block's forward and backward.
@@ -355,9 +359,10 @@ class _Search:
         hidden = (forward, 2 * forward + recomputed[:, 1:])
         exposed = sum(np.maximum(0.0, copied[:, :-1] - each) for each in hidden)
         costs[:, :-1] += np.where(self._never_offloads[:-1], 0.0, exposed)
-        return costs
+        return costs.sum(axis=1)
 
     def _starts(self, options: Sequence[int]) -> Any:
+        """Return `[options, blocks]`: for each option the choice that has it for all blocks."""
         return np.repeat(np.array(options)[:, None], len(self._kinds), axis=1)
 
     def _fitted(self, start: Any, budget: float) -> Any:
@@ -374,7 +379,7 @@ class _Search:
         return chosen
 
     def _exchanged(self, chosen: Any, budget: float) -> Any:
-        """Return a choice that no change of two blocks at once makes cheaper."""
+        """Return a choice within the budget that no change of two representative blocks makes cheaper."""
         for _ in range(len(chosen)):
             # O(pairs * options**2) choices are evaluated, each in O(blocks).
             pairs = list(itertools.combinations(self._representatives(chosen), 2))
@@ -393,7 +398,7 @@ class _Search:
         return sorted({each for indices in seen.values() for each in (indices[0], indices[-1])})[:_MAX_EXCHANGED]
 
     def _best_step(self, chosen: Any) -> Any:
-        """Return the change of one block that frees most bytes of the peak for its cost; None if none frees any."""
+        """Return the choice after the change of one block that frees most bytes per cost; None if none frees any."""
         seen: dict[tuple[int, int, bool], int] = {}
         for index, (kind, now) in enumerate(zip(self._kinds, chosen, strict=True)):
             # Of equal blocks, changing the first one frees most.
@@ -425,6 +430,7 @@ class _Search:
 
 
 def _table(blocks: Sequence[Any], options: Sequence[BlockRecompute], value: Any) -> Any:
+    """Return `value(block, option)` as float64 `[blocks, options]`."""
     # Reshaped explicitly, because a rank may have no blocks.
     table = [value(block, option) for block in blocks for option in options]
     return np.array(table, float).reshape(len(blocks), len(options))
@@ -560,14 +566,15 @@ def stage_demands(config: TrainerConfig, dims: ParallelDims, shape: MicroBatchSh
     plan = plan_stages(config, dims)
     peaks = simulate(plan.schedule).peak_activations
     found = []
-    for place in range(dims.pp):
-        parts = plan.parts_of(place)
+    for rank in range(dims.pp):
+        parts = plan.parts_of(rank)
         layers = tuple(parts.layers or ())
-        stages = [plan.stages[index].layers for index in plan.indices_of(place)]
+        stages = [plan.stages[index].layers for index in plan.indices_of(rank)]
         demand = Demand(
             blocks=tuple(activations.blocks[layer] for layer in layers),
             head=activations.head if parts.head else None,
-            in_flight=peaks[place] / len(plan.indices_of(place)),
+            # The peak counts pairs of a stage and a micro-batch, each of which holds one stage's share of the blocks.
+            in_flight=peaks[rank] / len(stages),
             ends=frozenset(layers.index(max(stage)) for stage in stages if stage),
         )
         found.append(StageDemand(layers, demand))
@@ -592,7 +599,7 @@ def plan_activations(
         rates: measured or estimated rates.
 
     Raises:
-        BudgetError: no choice stays within the budget. Its `least` is that of the rank that needs most.
+        BudgetError: as `plan_recompute`, on a rank. Its `least` is that of the rank that needs most.
     """
     assert config.training.activation_budget is not None
     budget = parse_size(config.training.activation_budget)
@@ -668,7 +675,7 @@ def _product_rate(platform: Platform, dtype: Any) -> float:
 
 
 def _send(platform: Platform, group: ProcessGroup, x: Any) -> None:
-    """Send as many bytes as `x` has: a ring all-reduce of half the elements sends each of them twice."""
+    """Send about as many bytes as `x` has: a ring all-reduce of half the elements sends each of them twice."""
     group.all_reduce(platform.ops.mul(x[: x.shape[0] // 2], 1.0)).wait()
 
 

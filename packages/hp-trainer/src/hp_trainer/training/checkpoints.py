@@ -52,7 +52,11 @@ class TrainingCheckpoints:
         self.guard = LossGuard(setup.config.training.guard)
 
     def newest(self, before: str | None = None, *, content: bool = True) -> str | None:
-        """Return the folder name of the newest valid checkpoint (before another one); None: there is none."""
+        """Return the folder name of the newest sound checkpoint (before another one); None: there is none.
+
+        Args:
+            content: compare checksums too, not only sizes and headers.
+        """
         found = find_latest(self._storage, content=content, before=before).checkpoint
         return None if found is None else found.folder
 
@@ -61,7 +65,7 @@ class TrainingCheckpoints:
         return next((step for name in list_checkpoints(self._storage) if (step := step_of(name)) <= most), None)
 
     def start(self, progress: Progress, extra_state: Mapping[str, Any], *, background: bool) -> PendingSave:
-        """Start a checkpoint on all ranks; it is complete after `publish`.
+        """Start a checkpoint on all ranks; it is complete after `publish` of the result.
 
         Args:
             extra_state: further values of its state, such as the loss, for lists of checkpoints.
@@ -89,7 +93,7 @@ class TrainingCheckpoints:
         )
 
     def load(self, folder: str, choice: Choice = "newest that fits") -> Progress:
-        """Load model, optimizer and loss scaling from a checkpoint, and return its position.
+        """Load model, optimizer and loss scaling from a checkpoint, and return its position. A collective call.
 
         Newer checkpoints are set aside: the run continues from this one.
 
@@ -107,7 +111,7 @@ class TrainingCheckpoints:
         try:
             self._check(read, reset)
         except UnfitCheckpointError as unfit:
-            # Only the index was read, so all ranks are here.
+            # Raised from the index, which all ranks have read: all of them take this branch, and nothing has changed.
             earlier = self._earlier(folder) if choice == "newest that fits" else None
             if earlier is None:
                 raise
@@ -192,7 +196,7 @@ class TrainingCheckpoints:
         }
 
     def load_values(self, state: Mapping[str, Any], *, reset: bool = False) -> None:
-        """Load the counters and states of `values`; with `reset` not those of the optimizer."""
+        """Load what `values` returned; with `reset` not the optimizer's number of updates."""
         if not reset:
             # May be smaller than the run's step: discarded and overflowed steps do not count for bias correction.
             self._setup.optimizer.num_steps = state["optimizer_steps"]

@@ -61,7 +61,7 @@ class ExpertMoves:
         if step % self._interval == 0 and self._loads:
             counted = {name: LoadMetrics.of(each) for name, each in self._loads.items()}
             states = self._states()
-            move_experts(self._model, counted, states, after_layer=states.take_over)
+            move_experts(self._model, counted, states, after_layer=states.write_back)
             update_expert_copies(self._model, counted)
             self._loads.clear()
 
@@ -80,18 +80,18 @@ class ExpertMoves:
         yield
         if placement:
             states = self._states()
-            set_expert_placement(self._model, placement, states, after_layer=states.take_over)
+            set_expert_placement(self._model, placement, states, after_layer=states.write_back)
 
     def _restore_placement(self) -> None:
         states = self._states()
-        return_experts(self._model, states, after_layer=states.take_over)
+        return_experts(self._model, states, after_layer=states.write_back)
 
     def _states(self) -> _MovedStates:
         return _MovedStates(self._names, self._optimizer, self._average)
 
 
 class _MovedStates:
-    """Returns the tensors that are moved with a weight: its optimizer states and its moving average.
+    """A function that returns the tensors that are moved with a weight: its optimizer states and its moving average.
 
     Args:
         names: names of the parameters by `id`.
@@ -99,7 +99,7 @@ class _MovedStates:
 
     def __init__(self, names: Mapping[int, str], optimizer: Optimizer, average: WeightAverage | None) -> None:
         self._names, self._optimizer, self._average = names, optimizer, average
-        # 8-bit moments are converted to float32 on request. `take_over` releases them after each layer.
+        # 8-bit moments are converted to float32 on request. `write_back` releases them after each layer.
         self._written: list[tuple[str, str, Tensor]] = []
 
     def __call__(self, parameter: Tensor) -> Sequence[Tensor]:
@@ -109,8 +109,8 @@ class _MovedStates:
         averages = {} if self._average is None else self._average.state()
         return [*slots.values(), *([averages[name]] if name in averages else [])]
 
-    def take_over(self, layer: str) -> None:
-        """Write the moved states of a layer back to the optimizer, and release them."""
+    def write_back(self, layer: str) -> None:
+        """Pass the moved states of a layer, the last one asked for, to the optimizer, and release them."""
         # Per layer, so that the float32 moments of one layer at a time are in memory.
         while self._written:
             set_state(self._optimizer, *self._written.pop())

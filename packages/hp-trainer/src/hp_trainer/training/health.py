@@ -105,14 +105,14 @@ class LossGuard:
         return self._decide(self._config.on_nonfinite, f"the norm of the gradient of step {step} is {norm}")
 
     def accept(self, loss: float) -> None:
-        """Record the loss of a step that updated the weights."""
+        """Record the loss of a step that is not discarded."""
         self.interventions = 0
         self._losses.append(loss)
 
     def state(self) -> dict[str, Any]:
         """Return the state with which a resumed run takes the same decisions, as JSON values."""
-        losses = [] if self._config.on_spike == "ignore" else list(self._losses)
         # Without a rule for spikes the window is unused, and would only make the index of each checkpoint longer.
+        losses = [] if self._config.on_spike == "ignore" else list(self._losses)
         return {"losses": losses, "interventions": self.interventions}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -221,7 +221,7 @@ class CorruptionChecks:
             )
 
     def _replica_digests(self, tensors: Iterable[Tensor]) -> dict[str, int]:
-        """Return a digest of tensors of this rank for each group of replicas that it belongs to."""
+        """Return a digest of this rank's tensors for each key of `_replica_group`."""
         digests: dict[str, int] = {}
         for tensor in tensors:
             group = _replica_group(tensor)
@@ -259,7 +259,7 @@ def _describe(differing: list[list[str]]) -> str:
 
 
 def _replica_group(tensor: Tensor) -> str:
-    """Return a name that is the same on exactly those ranks that have the same shard of a tensor."""
+    """Return a key that two ranks share only if they have the same shard of each tensor with this key."""
     if not isinstance(tensor, DTensor):
         return "replicated"
     spec, coordinate = tensor.spec, tensor.spec.mesh.get_coordinate()
@@ -271,7 +271,11 @@ def _replica_group(tensor: Tensor) -> str:
 
 
 def odd_ranks(digests: list[Mapping[str, int]]) -> list[int]:
-    """Return the ranks whose digest differs from the majority of their replica group; in a tie, all of its ranks."""
+    """Return the ranks whose digest differs from the majority of their replica group; in a tie, all of its ranks.
+
+    Args:
+        digests: for each rank, its digests by replica group.
+    """
     groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, found in enumerate(digests):
         for name, digest in found.items():

@@ -74,7 +74,11 @@ class WeightAverage:
                 self._platform.copy_(average, self._platform.ops.cast(weight, average.dtype))
 
     def update(self, num_steps: int) -> None:
-        """Add the current weights to the average, after `num_steps` optimizer steps."""
+        """Add the current weights to the average.
+
+        Args:
+            num_steps: n of the class's formula: number of updates of the optimizer, including the last one.
+        """
         # With the full decay, the initial weights would dominate for 1 / (1 - decay) steps.
         decay = min(self.decay, (1 + num_steps) / (10 + num_steps))
         ops = self._platform.ops
@@ -133,7 +137,7 @@ class WeightAverage:
 
 
 def learning_rate_factor(schedule: LrScheduleConfig, step: int, total_steps: int) -> float:
-    """Return the factor on the peak learning rate, a pure function of the step.
+    """Return the factor on the peak learning rate, from 0 to 1: a pure function of the step.
 
     After `warmup_steps` steps of linear warm-up: `cosine` falls to `final_fraction` at the last step
     (Loshchilov and Hutter, 2017, "SGDR"); `wsd` stays at 1 and falls linearly during the last `decay_steps`

@@ -122,7 +122,7 @@ def make_schedule(config: TrainerConfig, dims: ParallelDims, *, is_shortened: bo
 
 
 def checked_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
-    """Return the number of micro-batches that decides whether the schedule of a step exists and completes."""
+    """Return a number of micro-batches for which the schedule is valid only if it is for those of a step."""
     number = num_microbatches(config, dims)
     # A built-in schedule that works for two rounds of micro-batches works for any number of them.
     return min(number, 2 * dims.pp) if repeats_itself(config.pipeline.schedule) else number
@@ -148,8 +148,8 @@ def split_layers(config: TrainerConfig, num_stages: int) -> list[range]:
         raise PipelineError(f"model {config.model.name!r} has no num_hidden_layers, and cannot be split into stages")
     if config.pipeline.layers is not None:
         return listed_stages(config.pipeline.layers, num_layers, num_stages)
-    # The head is in the last stage, and costs as much as several layers with a large vocabulary.
-    # Operations per token of each layer and of the head; without `stage_costs` all layers cost the same.
+    # Operations per token of each layer, and of the head in the last stage, which with a large vocabulary costs as much
+    # as several layers. Without `stage_costs` all layers cost the same.
     stage_costs = getattr(options, "stage_costs", lambda length: ([1.0] * num_layers, 0.0))
     costs, last_cost = stage_costs(config.training.sequence_length)
     return list(_even_stages(tuple(costs), num_stages, last_cost))
@@ -177,7 +177,7 @@ class ModelStage(PipelineStage):
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the stage; only the last stage gets the targets."""
-        # A rank with several stages passes the same kwargs to all of them.
+        # A rank with several stages passes the same kwargs to all of them: see `PipelinedModel._run`.
         targets = kwargs["targets"] if self.is_last else None
         self.before_call(kwargs["rows"], kwargs["sharding"])
         with self.measure(), use_sequence_sharding(kwargs["sharding"]):
@@ -283,7 +283,7 @@ class PipelinedModel:
         return self.platform.from_numpy(np.ascontiguousarray(array))
 
     def all_gather_object(self, fact: Any) -> list[Any]:
-        """Gather one JSON value from each rank of the pipeline, in order."""
+        """Gather one JSON value from each rank of the pipeline, in order. A collective call."""
         return all_gather_object_over(self.group)(fact)
 
     def after_optimizer_step(self) -> Mapping[str, float]:

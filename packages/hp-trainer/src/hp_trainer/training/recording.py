@@ -30,7 +30,8 @@ class StepRecorder:
         step: number of steps done so far.
 
     Raises:
-        TrainingError: on every rank if `training.record_operations` or `training.compare_with` cannot be followed.
+        TrainingError: on every rank if `training.record_operations` names no module whose operations can be recorded,
+            or `training.compare_with` cannot be read.
     """
 
     def __init__(self, setup: RankSetup, run: RunFolder, step: int) -> None:
@@ -55,7 +56,8 @@ class StepRecorder:
             about=_about(setup),
             first_step=step,
         )
-        self._has_warned, self._last = False, 0
+        # Comparisons end with the reference, or after a difference if `training.on_difference` is to warn.
+        self._is_done_comparing, self._last = False, 0
         self._reference: Recording | None = None
         if (path := training.compare_with) is not None:
             what = "reading training.compare_with"
@@ -69,14 +71,14 @@ class StepRecorder:
                 append(run.digests_file, recording.steps[step], step)
 
     def records(self, step: int) -> bool:
-        """Return whether to record a step. Rank 0 says so if it is the first one after the reference's."""
+        """Return whether to record a step. At the first step that the reference lacks, rank 0 prints a warning."""
         training = self._setup.config.training
-        if training.compare_with is not None and step > self._last and not self._has_warned:
-            self._has_warned = True
+        if training.compare_with is not None and step > self._last and not self._is_done_comparing:
+            self._is_done_comparing = True
             if self._world.rank == 0:
                 message = f"{training.compare_with} ends at step {self._last}; steps from {step} on are not compared"
                 print(f"hp-train: {message}", file=sys.stderr, flush=True)
-        is_compared = training.compare_with is not None and not self._has_warned
+        is_compared = training.compare_with is not None and not self._is_done_comparing
         return is_compared or step <= (training.record_steps or 0)
 
     def _check_operations(self) -> None:
@@ -109,7 +111,7 @@ class StepRecorder:
         """Record a step.
 
         Args:
-            first_row: number of samples of the run before this step.
+            first_row: index in the run of the first sample of this step.
 
         Raises:
             TrainingError: on every rank if `training.compare_with` found a difference, unless it is to warn.
@@ -141,11 +143,11 @@ class StepRecorder:
         for old in [each for each in steps if each < number]:
             del steps[old]
 
-    def place(self, rows: np.ndarray | None, sharding: SequenceSharding | None) -> None:
-        """Say which samples and positions the next forward has.
+    def set_rows(self, rows: np.ndarray | None, sharding: SequenceSharding | None) -> None:
+        """Set the samples and positions of the next forward.
 
         Args:
-            rows: global position of each sample in the run.
+            rows: int64 `[batch]`, the index of each sample in the run.
             sharding: of the sequence over context parallel ranks; None: unsharded.
         """
         training = self._setup.config.training
@@ -184,7 +186,7 @@ class StepRecorder:
 
         def difference() -> str | None:
             assert reference is not None
-            if number not in reference.steps or self._has_warned:
+            if number not in reference.steps or self._is_done_comparing:
                 return None
             # With the step before, by which values that were not updated are recognized.
             steps = {each: reference.steps[each] for each in (number - 1, number) if each in reference.steps}
@@ -198,7 +200,7 @@ class StepRecorder:
         message = f"step {number} differs from {self._setup.config.training.compare_with} (A):\n{found}"
         if self._setup.config.training.on_difference == "stop":
             raise TrainingError(message)
-        self._has_warned = True
+        self._is_done_comparing = True
         if self._world.rank == 0:
             print(f"hp-train: {message}", file=sys.stderr, flush=True)
 

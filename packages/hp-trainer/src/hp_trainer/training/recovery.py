@@ -1,12 +1,14 @@
-"""Copies of the training state in memory, from which all ranks go on together after one has died.
+"""Copies of the training state in memory, from which all ranks continue together after one has died.
 
-Every few steps each rank copies its shards to host memory, and a thread sends them to a partner: the next rank, or with
-several machines the rank with the same place on the next one. The next copy starts when a step's all-reduce has told
-that all partners have the last one; so of two copies at least one is complete on all ranks at any time. After a death
-the newest step is chosen whose state each rank has, or another rank for it: its partner, or a replica, whose own copy
-is the same. Files are read only if a checkpoint is newer.
+Every few steps each rank copies its shards to host memory (a snapshot), and a thread sends them to a partner: the next
+rank, or with several machines the rank with the same local index on the next one. The next snapshot is taken once a
+step's all-reduce has reported that all partners have the last one. So one of a rank's two snapshots is complete on all
+ranks at any time. After a death, the remaining ranks and the processes that replace dead ones meet as a new generation.
+They choose the newest snapshot that each rank has, or can get from its partner or from a replica, whose state is the
+same. A checkpoint is read only if it is newer.
 
-Where all ranks start again after a death, each takes its copies to memory that outlives it, and nothing is sent.
+Ranks may be renumbered then, so a process is known by its slot: the rank of the first generation whose work it does.
+Where all ranks are restarted after a death, each writes its snapshots to memory that outlives it, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ _POLL_SECONDS = 0.2
 # A copy that is incomplete after this many steps, or intervals, is reported.
 _LATE_STEPS, _LATE_INTERVALS = 100, 10
 
-# What a snapshot that is sent becomes: one that the receiver holds for the sender, or the receiver's own state.
+# What a sent snapshot is to the receiver: one that it holds for the sender, or its own, which it restores.
 Kind = Literal["held", "own"]
 
 
@@ -65,8 +67,8 @@ class Snapshot:
 
     Attributes:
         number: counts the snapshots of the run, the same on all ranks. After a rollback a step has several.
-        header: JSON: the values of the trainer, and name, dtype, shape, box and offset of each tensor.
-        data: the local shards, one after the other, uint8.
+        header: JSON: the values of the trainer; for each tensor `_kind_of`, and dtype, shape and offset of its data.
+        data: the local shards, one after the other at multiples of `_ALIGNMENT` bytes: uint8 `[bytes]`.
     """
 
     number: int
@@ -86,7 +88,7 @@ class Snapshot:
 
         Args:
             values: JSON values to restore with it.
-            memory: returns memory of a size for `data`.
+            memory: returns uint8 memory of this many bytes for `data`.
         """
         arrays, tensors, size = [], [], 0
         for name, tensor in _state(setup):
@@ -100,10 +102,10 @@ class Snapshot:
         return cls(number, strict_json({"values": dict(values), "tensors": tensors}).encode(), data)
 
     def restore(self, setup: RankSetup) -> dict[str, Any]:
-        """Copy the state back, and return the JSON values.
+        """Copy the state back to the tensors of this rank, and return the JSON values.
 
         Raises:
-            TrainingError: the tensors of this rank are others than those of the snapshot.
+            TrainingError: the tensors of this rank have other names, dtypes or boxes than those of the snapshot.
         """
         found = json.loads(self.header)
         saved = {name: rest for name, *rest in found["tensors"]}
@@ -129,7 +131,9 @@ class Snapshot:
 
 
 class _LastingSnapshot:
-    """A snapshot in a file in memory that outlives this process: its number and lengths, its data, and its header.
+    """A snapshot in a file in memory that outlives this process.
+
+    The file has number, bytes of data and bytes of header (`_PREFIX`); from `_ALIGNMENT` on the data, then the header.
 
     Attributes:
         number: that of the snapshot; 0: there is none, or it is incomplete.
@@ -143,7 +147,7 @@ class _LastingSnapshot:
         self.number = 0
 
     def read(self) -> Snapshot | None:
-        """Return the snapshot that an earlier process of this rank has completed, without copying it."""
+        """Return the snapshot that an earlier process of this rank has completed, without copying it; None: none."""
         prefix = os.pread(self._file, self._PREFIX.size, 0)
         if not prefix:
             return None
@@ -154,7 +158,7 @@ class _LastingSnapshot:
         return Snapshot(self.number, os.pread(self._file, length, _ALIGNMENT + size), data)
 
     def memory(self, size: int) -> np.ndarray:
-        """Drop the snapshot, and return the memory for the data of another one."""
+        """Drop the snapshot, and return `size` bytes of the file for the data of another one."""
         self.number = 0
         os.pwrite(self._file, self._PREFIX.pack(0, 0, 0), 0)
         if self._map is None or len(self._map) != _ALIGNMENT + size:
@@ -179,7 +183,7 @@ def _state(setup: RankSetup) -> Any:
 
 
 def _kind_of(setup: RankSetup, name: str, tensor: Any) -> list[Any]:
-    """Return name, dtype and box of a tensor's local shard."""
+    """Return name, dtype and box of a tensor's local shard, by which `restore` recognizes it, as JSON values."""
     box = box_of(tensor)
     return [name, setup.platform.dtype_name(tensor.dtype), [list(box.offset), list(box.shape)]]
 
@@ -198,9 +202,9 @@ def replicas_of(config: TrainerConfig, platform: Platform) -> list[int]:
 
 
 def with_fewer_replicas(config: TrainerConfig, world_size: int, first_size: int) -> TrainerConfig:
-    """Return the configuration of a job that goes on with some of its replicas.
+    """Return the configuration of a job that continues with some of its replicas.
 
-    The global batch and the layout within a replica stay, and micro-batches become no larger.
+    The global batch and the layout within a replica are the same, and micro-batches become no larger.
 
     Args:
         world_size, first_size: the number of ranks now, and at the start of the job.
@@ -225,10 +229,11 @@ def with_fewer_replicas(config: TrainerConfig, world_size: int, first_size: int)
 def partner_of(rank: int, machines: Sequence[int]) -> int:
     """Return the rank that holds a rank's snapshots.
 
-    The distance is the same for all ranks: the smallest at which most partners are on another machine.
+    Its distance is the same for all ranks, so that each holds those of one other rank: the smallest distance at which
+    as many partners as possible are on another machine.
 
     Args:
-        machines: the machine of each rank.
+        machines: index of the machine of each rank.
     """
     of_rank = np.asarray(machines)
     distances = range(1, max(2, len(of_rank)))
@@ -242,8 +247,8 @@ class StateCopies:
     Args:
         partner: send each snapshot to another rank; False: the replicas have the same state.
         interval: steps between two snapshots.
-        memory: files that outlive this process, for its two last snapshots; see `lasting_memory`. The partner and the
-            replicas then get none.
+        memory: files that outlive this process, for its two last snapshots; see `hp_dtensor.launch.lasting_memory`.
+            With them nothing is sent.
 
     Attributes:
         step: the step in progress, for messages.
@@ -265,13 +270,15 @@ class StateCopies:
         self.step = self.lost_step = 0
 
     def meet(self, world: World, replicas: Sequence[int]) -> Sources | None:
-        """Connect to the ranks of a new generation, and choose the state to go on from; a collective call.
+        """Exchange addresses with the ranks of a new generation, and choose the state to continue from.
+
+        A collective call.
 
         Args:
-            replicas: the ranks whose state is that of this one.
+            replicas: the other ranks whose state is that of this one.
 
         Returns:
-            None: there is no step whose state all ranks could have, as at the start of a job.
+            The same on all ranks; None: there is no step whose state all ranks could have, as at the start of a job.
         """
         generation = hp_dtensor.launch.current_generation()
         assert generation is not None
@@ -284,7 +291,7 @@ class StateCopies:
         fact |= {"number": self._number, "step": self.step, **exchange.address}
         gathered = world.all.all_gather_bytes(json.dumps(fact).encode())
         with self._lock:
-            # All ranks are here, so those that have left the job are not needed again.
+            # Of slots that have left the job for good.
             self._held = defaultdict(dict, {slot: held for slot, held in self._held.items() if slot in slots})
         facts = [json.loads(each) for each in gathered]
         exchange.connect(world.rank, partner_of(world.rank, machines), facts)
@@ -300,7 +307,10 @@ class StateCopies:
         return sources
 
     def restore(self, setup: RankSetup, sources: Sources, timeout_seconds: float) -> dict[str, Any]:
-        """Restore this rank's state, receiving it first if another rank has it; return the values of the trainer."""
+        """Restore this rank's state, receiving it first if another rank has it; return the values of the trainer.
+
+        A collective call: ranks also send the snapshots that others lack.
+        """
         rank, number, exchange = setup.mesh.world.rank, sources.number, self._exchange
         assert exchange is not None
         for newcomer, (holder, slot) in sources.holders.items():
@@ -308,7 +318,7 @@ class StateCopies:
                 exchange.send(newcomer, self._own[number] if slot is None else self._held[slot][number], "own")
         if rank in sources.holders:
             self._own = {number: exchange.receive(number, sources.holders[rank][0], timeout_seconds)}
-        # Later snapshots are not complete, and their steps are repeated.
+        # Later snapshots are not complete on all ranks, and their steps are repeated.
         self._own = {number: self._own[number]}
         with self._lock:
             self._held = defaultdict(
@@ -322,11 +332,15 @@ class StateCopies:
 
     @property
     def is_complete(self) -> bool:
-        """True if this rank's last snapshot is where it is needed after its death."""
+        """True if this rank's last snapshot would survive its death: the partner has it, or none is needed."""
         return self._has_partners.is_set()
 
     def agree(self, *, everywhere: bool) -> None:
-        """Record whether `is_complete` was True on all ranks. The same on all of them."""
+        """Record whether `is_complete` was True on all ranks; report a snapshot that is late by far.
+
+        Args:
+            everywhere: the same on all ranks.
+        """
         self._is_agreed = everywhere
         num_steps, exchange = self.step - self._step, self._exchange
         if everywhere or exchange is None or num_steps != max(_LATE_STEPS, _LATE_INTERVALS * self._interval):
@@ -389,29 +403,29 @@ class StateCopies:
             self._has_partners.set()
 
     def memory_for(self, slot: int, number: int, size: int) -> np.ndarray:
-        """Return memory for a snapshot of another rank, dropping the one before the last."""
+        """Return `size` bytes for snapshot `number` of another slot, reusing those of the one before its last."""
         with self._lock:
             held = self._held[slot]
-            # Not the last one before `number`, which may be sent again.
+            # The last one before `number` remains until that is complete. `number` itself may be sent a second time.
             dropped = [held.pop(each) for each in sorted(each for each in held if each < number)[:-1]]
         fits = [each.data for each in dropped if each.data.nbytes == size]
         return fits[0] if fits else np.empty(size, np.uint8)
 
     def hold(self, slot: int, snapshot: Snapshot) -> None:
-        """Hold a received snapshot of another rank."""
+        """Hold a received snapshot of another slot."""
         with self._lock:
             self._held[slot][snapshot.number] = snapshot
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The state from which all ranks go on.
+    """The state from which all ranks continue.
 
     Attributes:
-        number: number of its snapshots.
-        holders: for each rank without its snapshot, the rank that has it, and the slot for which it holds it; None: it
-            is a replica's own one.
-        step: the step after which they were taken.
+        number: `Snapshot.number`.
+        holders: for each rank that lacks its snapshot, the rank that sends it, and the slot for which that holds it.
+            Slot None: the sender is a replica, and sends its own snapshot.
+        step: the step after which the snapshots were taken.
     """
 
     number: int
@@ -423,8 +437,8 @@ def choose_sources(facts: Sequence[Mapping[str, Any]], slots: Sequence[int]) -> 
     """Choose the newest snapshot that each rank has, or another rank for it.
 
     Args:
-        facts: for each rank, the numbers of its `own` snapshots and their `own_steps`, those `held` for other slots,
-            and its `replicas`.
+        facts: for each rank, the numbers of its `own` snapshots and their `own_steps`, the numbers of those `held` by
+            slot (a text, as in JSON), and its `replicas`.
         slots: the slot of each rank.
 
     Returns:
@@ -444,6 +458,7 @@ def choose_sources(facts: Sequence[Mapping[str, Any]], slots: Sequence[int]) -> 
 
 
 def _holder(facts: Sequence[Mapping[str, Any]], rank: int, slot: int, number: int) -> tuple[int, int | None] | None:
+    """Return the entry of `Sources.holders` for a rank; None: no rank has this snapshot."""
     for other, fact in enumerate(facts):
         if number in fact["held"].get(str(slot), ()):
             return other, slot
@@ -492,10 +507,10 @@ class _Exchange:
         self._outbox.put((rank, snapshot, kind, done))
 
     def receive(self, number: int, holder: int, timeout_seconds: float) -> Snapshot:
-        """Wait for this rank's own snapshot of a number.
+        """Wait for this rank's own snapshot `number`, which rank `holder` sends.
 
         Raises:
-            CollectiveError: it has not come in time, or a rank has died meanwhile.
+            CollectiveError: it has not arrived in time, or a rank has died meanwhile.
         """
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
@@ -522,6 +537,7 @@ class _Exchange:
             thread.join()
 
     def _deliver(self) -> None:
+        """Send what is in the outbox, in order, each until it succeeds. The loop of the sender's thread."""
         while (message := self._outbox.get()) is not None:
             rank, snapshot, kind, done = message
             while not self._closed.is_set():
@@ -539,6 +555,7 @@ class _Exchange:
                     self._closed.wait(_RETRY_SECONDS)
 
     def _send(self, rank: int, snapshot: Snapshot, kind: Kind) -> None:
+        """Send lengths, prefix, header and data, and wait until the other rank has stored them; see `_read`."""
         connection = self._sockets.get(rank) or self._connect(rank)
         values = {"kind": kind, "slot": self.slot, "number": snapshot.number, "bytes": snapshot.data.nbytes}
         prefix = json.dumps(values).encode()
@@ -580,6 +597,7 @@ class _Exchange:
             self._threads.append(thread)
 
     def _read(self, connection: socket.socket) -> None:
+        """Store the snapshots that arrive on a connection, if it starts with this rank's token."""
         try:
             if not secrets.compare_digest(_read(connection, np.empty(_TOKEN_BYTES, np.uint8)).tobytes(), self._token):
                 connection.close()

@@ -176,7 +176,7 @@ def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
 
 
 def refuse_other_data(dataset: Dataset, config: TrainerConfig, group: Group) -> None:
-    """Raise if the ranks have opened different data. A collective call.
+    """Raise if ranks have opened different data. A collective call.
 
     Raises:
         DataError: on every rank, if fingerprints or numbers of samples differ.
@@ -206,7 +206,7 @@ def build_model(
     *,
     weights: bool = True,
 ) -> Any:
-    """Build the model and parallelize it over the mesh.
+    """Build the model and parallelize it over the mesh. A collective call.
 
     Args:
         plan: the stages of a pipeline, of which this rank builds its own; None: build the full model.
@@ -313,7 +313,7 @@ def build_optimizer(
     """Build the optimizer of the model's trainable parameters.
 
     Args:
-        all_gather_object: as in `build_grouped`.
+        all_gather_object: as in `hp_trainer.optimizers.build_grouped`.
 
     Raises:
         TrainingError: a parameter group matches no parameter.
@@ -454,7 +454,7 @@ def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) 
 
 
 def read_weights(model: Any, directory: ModelDirectory, platform: Platform) -> None:
-    """Fill this rank's shards from a directory, reading only the shard of each tensor."""
+    """Fill this rank's shards of the tensors that a directory has, reading only the bytes of the shards."""
     with platform.no_grad():
         for name, tensor in [*platform.named_parameters(model), *platform.named_buffers(model)]:
             if name in directory.tensors:

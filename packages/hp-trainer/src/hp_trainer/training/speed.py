@@ -1,8 +1,8 @@
 """Speed of a run: model FLOP/s, profiles, out-of-memory errors, and the ranks that are slower than the others.
 
 In a synchronous step all ranks take equally long, since each waits for the slowest one in collectives. So the time of a
-rank's own work is measured, without waiting. Every few steps the times of all ranks are summed with the loss, each rank
-in elements of its own, which needs no collective of its own."""
+rank's own work is measured, without waiting. Every few steps the all-reduce of the loss has further elements, some for
+each rank, which gather the times of all ranks without another collective."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from hp_trainer.config import ProfileConfig
 from hp_trainer.exceptions import LESS_MEMORY, TrainingError, is_out_of_memory
 from hp_trainer.optimizers import state_bytes
 from hp_trainer.records import Straggler
+from hp_trainer.sizes import format_size
 from hp_trainer.training.setup import RankSetup
 
 
@@ -99,12 +100,12 @@ def out_of_memory(error: BaseException, setup: RankSetup, step: int) -> Training
         return None
     # Local shards only; nothing here communicates, since other ranks may still be in the step.
     held = {name: size for name, size in memory_by_kind(setup).items() if size}
-    kinds = ", ".join(f"{_size(size)} of {name}" for name, size in held.items())
+    kinds = ", ".join(f"{format_size(size)} of {name}" for name, size in held.items())
     first, *_ = str(error).splitlines() or ["an allocation failed"]
     return TrainingError(
         f"rank {setup.mesh.world.rank} has used up its memory in step {step}: {first.strip()}\n"
         f"It has {kinds}; the rest are activations and buffers. The peak so far is "
-        f"{_size(setup.platform.peak_memory())}. {LESS_MEMORY}"
+        f"{format_size(setup.platform.peak_memory())}. {LESS_MEMORY}"
     )
 
 
@@ -130,14 +131,6 @@ def memory_by_kind(setup: RankSetup) -> dict[str, int]:
 def _bytes(setup: RankSetup, tensor: object) -> int:
     local = local_of(setup.platform, tensor)
     return int(math.prod(local.shape) * setup.platform.itemsize(local.dtype))
-
-
-def _size(count: int) -> str:
-    """Format bytes in a suitable unit: `1.50 GiB`."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count / 2**10:.2f} KiB"
 
 
 WORK = ("data", "forward", "backward", "update")
@@ -174,7 +167,7 @@ class RankTimes:
 
     @contextlib.contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Count the time in the block, without waiting in collectives and without blocks inside of it."""
+        """Count the time in the block as `kind`, without blocks inside of it; in collectives it counts as `waiting`."""
         if self._factor is None:
             yield
             return
@@ -190,7 +183,10 @@ class RankTimes:
         return contextlib.nullcontext() if self._kind is None else self.measure("forward")
 
     def exchanged(self, step: int) -> np.ndarray:
-        """Return the elements to sum over all ranks with the loss of this step, float32; none in most steps."""
+        """Return the elements to sum over all ranks with the loss of this step; none in most steps.
+
+        They are float32 `[ranks * kinds]`: mean seconds per step since the last exchange, zero except this rank's.
+        """
         if self._factor is None:
             return np.empty(0, np.float32)
         self._num_steps += 1
@@ -215,6 +211,7 @@ class RankTimes:
         self._is_warm = True
 
     def _switch(self, kind: str | None) -> None:
+        """Add the time since the last switch to the running kind, and start another one; None: measure nothing."""
         now, waited = time.perf_counter(), sum(group.seconds_waited for group in self._world.groups())
         if self._kind is not None:
             # A thread may wait beside the computation, as for a checkpoint that is written in the background.
@@ -226,6 +223,8 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class _Slow:
+    """A rank that is slow since step `since`, in `count` exchanges in a row; `factor` and `work` as in `Straggler`."""
+
     since: int
     count: int
     factor: float
@@ -237,7 +236,7 @@ class _Detector:
 
     def __init__(self, world_size: int) -> None:
         self._slow: dict[int, _Slow] = {}
-        # Not set by all launchers: without it, ranks are named only.
+        # Not set by all launchers: without it, slow ranks are not combined to a slow node.
         self._node_size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
         self._is_one_node = self._node_size in (0, world_size)
 

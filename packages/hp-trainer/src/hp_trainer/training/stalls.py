@@ -125,11 +125,10 @@ class StallWatch:
     def _watch(self) -> None:
         while not self._stop.wait(_CHECK_SECONDS):
             waited = time.monotonic() - self._since
-            # Repeated reports of one phase come at doubling times.
             durations = self._durations.get(self._phase)
             # The median ignores outliers such as the first step, which compiles kernels.
             late = max(_LEAST_SECONDS, _LATE_FACTOR * statistics.median(durations)) if durations else self._timeout
-            # In any case before the timeout, at which the processes end.
+            # In any case before the timeout, at which the processes end. Repeated reports come at doubling times.
             if waited > max(min(late, self._timeout / 2), 2 * self._reported_after):
                 self._reported_after = waited
                 # A full or missing disk makes training itself fail.

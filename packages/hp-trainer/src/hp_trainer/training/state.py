@@ -95,11 +95,11 @@ def load_state(
 
     Raises:
         UnfitCheckpointError: see `check_fit`.
-        CheckpointError: a file is damaged. Nothing is changed, unless damage is found while reading.
+        CheckpointError: a file is damaged. Tensors that were read before the damage was found have been changed.
         ExpertParallelError: experts are not at their original placement; see `hp_moe.move_experts`.
     """
     check_state(platform, model)
-    # By the index, before the first tensor is written: a model that is half of one checkpoint could not be used.
+    # By the index, before the first tensor is written: a model with some tensors of a checkpoint could not be used.
     check_fit(platform, model, optimizer, checkpoint, all_gather_object, average)
     is_averaged = _is_averaged(checkpoint)
     with platform.no_grad():
@@ -121,7 +121,9 @@ def check_fit(
     all_gather_object: Callable[[Any], list[Any]] | None = None,
     average: WeightAverage | None = None,
 ) -> None:
-    """Check that `load_state` can load a checkpoint, by its index. All ranks of a pipeline come to the same result.
+    """Check that `load_state` can load a checkpoint, by its index; arguments as in `load_state`.
+
+    All ranks of a pipeline return, or all raise.
 
     Raises:
         UnfitCheckpointError: tensors are missing, unexpected, or of other shapes or dtypes.
@@ -208,7 +210,7 @@ def _parameter_of(name: str) -> str:
 def _replica_of(platform: Platform, tensor: Tensor, stage_mesh: DeviceMesh | None) -> tuple[int, int]:
     """Return the index of this rank among the replicas of its box, and the number of replicas.
 
-    The index is -1 on ranks that never write: those outside the mesh that starts with the first rank.
+    The index is -1 on ranks whose mesh does not start with the first rank of the stage; they never write the tensor.
     """
     if not isinstance(tensor, DTensor):
         world = current_world(platform)

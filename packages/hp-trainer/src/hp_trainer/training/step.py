@@ -31,7 +31,7 @@ class OptimizerStep:
         self.times = RankTimes(setup.mesh.world, setup.config.metrics.straggler_factor, setup.ranks_by_stage())
         for stage in () if self.pipeline is None else self.pipeline.stages:
             stage.measure = self.times.forward
-        # Set by the trainer while steps are recorded.
+        # Set by the trainer while steps are recorded, else None.
         self.recorder: StepRecorder | None = None
         self._experts = list(moe_layers(self.model).values())
         for layer in self._experts:
@@ -55,7 +55,7 @@ class OptimizerStep:
         self.platform.manual_seed(int(drawn[0]))
 
     def accumulate_gradients(self, batch: Batch) -> Tensor:
-        """Run forward and backward of every micro-batch; return this rank's part of the mean loss per target.
+        """Run forward and backward of every micro-batch; return this rank's summand of the mean loss per target.
 
         Gradients are reduced over the ranks only in the last backward. With `parallel.reduce_gradients: micro_batch`
         they are reduce-scattered in each backward, and all-reduced over replicas in the last one.
@@ -99,7 +99,7 @@ class OptimizerStep:
         """Return the cross entropy summed over this rank's targets, in nats."""
         batch = batch if self.sharder is None else self.sharder.shard(batch)
         if self.recorder is not None:
-            self.recorder.place(batch.rows, batch.sharding)
+            self.recorder.set_rows(batch.rows, batch.sharding)
         # Models that draw random numbers per sample need the global row indices.
         rows = {"rows": batch.rows} if getattr(self.model, "takes_rows", False) else {}
         with use_sequence_sharding(batch.sharding):

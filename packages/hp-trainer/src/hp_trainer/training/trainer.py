@@ -125,7 +125,7 @@ class Trainer:
         values = self._copies.restore(self.setup, sources, self.config.launch.timeout_seconds)
         self._checkpoints.load_values(values)
         self.progress = Progress(values["step"], values["samples"])
-        # Not a later one, which would have been loaded if it were sound.
+        # A checkpoint of a later step is damaged: a sound one would have been chosen instead of the copies.
         find = functools.partial(self._checkpoints.newest_step, self.progress.step)
         self._saved_at = coordinator(self.setup.mesh.world.all, "looking for checkpoints", find, TrainingError)
 
@@ -260,7 +260,7 @@ class Trainer:
 
     def _copy_state(self) -> None:
         """Copy the state of this step to memory if that is due."""
-        # Not while a checkpoint is written: its step would not be repeated if that failed.
+        # Not while a checkpoint is written: if a death interrupts that, ranks repeat its step and write it again.
         if self._copies is not None and self._pending is None and self._copies.is_due(self.progress.step):
             self._copies.take(self.setup, self.progress.step, self._checkpoints.values(self.progress))
 
@@ -272,7 +272,7 @@ class Trainer:
         if is_wanted and self._step.recorder is None and not self._is_recorded:
             self._step.recorder = StepRecorder(self.setup, self.run_folder, step - 1)
             for stage in self.setup.pipeline.stages if self.setup.pipeline is not None else ():
-                stage.before_call = self._step.recorder.place
+                stage.before_call = self._step.recorder.set_rows
         if self._step.recorder is None or not self._step.recorder.records(step):
             # The recorder is not needed again, nor is its memory.
             self._step.recorder, self._is_recorded = None, True
@@ -438,7 +438,7 @@ class Trainer:
         return int(max(all_ranks(world, "stopping", lambda: int(stop.signal or 0), TrainingError)))
 
     def _is_unsaved(self) -> bool:
-        """Return whether this step has no checkpoint yet. After a rollback it may have one."""
+        """Return whether the newest checkpoint is of an earlier step. After a rollback it is of this one."""
         return self._saved_at is None or self.progress.step > self._saved_at
 
     def _evaluation_loss(self) -> tuple[float, int]:

@@ -1,9 +1,9 @@
 """Activation bytes and operations of the decoder by formula, without a module.
 
-The formulas of a block list its operations, with the bytes that autograd saves of each (after arXiv 2205.05198,
-section 4, extended to this decoder's operations). The operations of a token follow from them. The bytes hold for
-torch's operations on the CPU and on CUDA; tests compare them with bytes counted on torch's CPU, to a tenth. MindSpore
-does not report when a tensor is freed, so they have not been compared there.
+A block is a list of `SavedActivation`s in the order of its forward, each with the bytes that autograd saves and its
+operations (after arXiv 2205.05198, section 4, extended to this decoder). Bytes are those of torch on the CPU and on
+CUDA; tests compare them with bytes counted on torch's CPU, to a tenth. MindSpore does not report when a tensor is
+freed, so they have not been compared there.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def _block(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> BlockA
 def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens, e = config.hidden_size, shape.tokens, shape.itemsize
     # The sequence is sharded between modules: a rank normalizes its own rows, then gathers all rows for the products.
-    follows = _saves_input(config, "q_proj", "k_proj", "v_proj")
-    yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True, own_result=follows)
+    # Without adapters on them, frozen products do not save their input, the norm's result.
+    saves_result = _saves_input(config, "q_proj", "k_proj", "v_proj")
+    yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True, own_result=saves_result)
     yield _gathered("attention input", tokens * hidden * e, shape)
     yield from (_latent if config.attention == "latent" else _grouped)(config, shape)
     heads, score, value = config.num_attention_heads / shape.tp, _score_width(config), _value_width(config)
@@ -161,11 +162,11 @@ def _exchanged(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Saved
 
 def _feed_forward(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens = config.hidden_size, shape.tokens
-    follows = _saves_input(config, "gate_proj", "up_proj") or not config.is_dense(layer)
+    saves_result = _saves_input(config, "gate_proj", "up_proj") or not config.is_dense(layer)
     is_split = shape.splits_tokens and shape.ep > 1 and shape.tp > 1 and shape.expert_tp > 1
     if not config.is_dense(layer) and not config.num_shared_experts and is_split:
-        follows = False  # the experts save their share of the gathered rows
-    yield _norm("ffn_norm", hidden, tokens / shape.tp, shape, own_result=follows)
+        saves_result = False  # the experts save their share of the gathered rows
+    yield _norm("ffn_norm", hidden, tokens / shape.tp, shape, own_result=saves_result)
     if config.is_dense(layer):
         yield from _dense("feed_forward", config, config.intermediate_size, shape)
     else:
@@ -272,9 +273,9 @@ def _routed_tokens(shape: MicroBatchShape) -> float:
 
 
 def dispatcher_of(config: DecoderOptions, shape: MicroBatchShape) -> str:
-    """Return the dispatcher whose rows are sent: what `auto` chooses, or the one that a variant or a plugin counts as.
+    """Return the name of the dispatcher whose traffic is estimated.
 
-    `auto` is taken to choose by the default rates of accelerators.
+    It is the choice of `auto` by the default rates of accelerators, and `all_to_all` for its variants and for plugins.
     """
     assert config.num_experts is not None
     name, rates = shape.ep_dispatcher, DispatchRates(inner_size=shape.ep_node_size)
@@ -287,7 +288,7 @@ def dispatcher_of(config: DecoderOptions, shape: MicroBatchShape) -> str:
 
 
 def sent_of_token(config: DecoderOptions, shape: MicroBatchShape) -> SentRows:
-    """Return how a token is sent to the experts of other ranks."""
+    """Return the rows and choices that are sent for a token to the experts of other ranks."""
     assert config.num_experts is not None
     # Only two levels and `auto` distinguish nodes.
     top_k, name = config.num_experts_per_tok, dispatcher_of(config, shape)
@@ -331,9 +332,9 @@ def _norm(
     """Return what a norm saves: its input, root mean squares in float32, and its result.
 
     Args:
-        own_input: the norm's input is no residual stream, so its result is not gathered over `tp`.
-        own_result: the following product saves the norm's result. Where `tp` ranks gather the result first and do
-            not reshard it, the product saves the gathered rows, which `_gathered` counts.
+        own_input: the norm's input is not the residual stream, so its result is not gathered over `tp`.
+        own_result: the following product saves the norm's result. Where `tp` ranks gather the result and do not reshard
+            it, the product saves the gathered rows, which `_gathered` counts.
         of_input: the norm's input is the block's, which `_block` counts.
         roots: root mean squares per row.
     """
@@ -358,9 +359,9 @@ def _saves_input(config: DecoderOptions, *projections: str) -> bool:
 
 
 def _gathered(name: str, num_bytes: float, shape: MicroBatchShape, *, reshards: bool = True) -> SavedActivation:
-    """Return an all-gather of the rows of all `tp` ranks, which the following products save, or else their shard.
+    """Return an all-gather of rows over the `tp` ranks. The following products save the rows, or the rank's shard.
 
-    A recomputed block saves the gathered rows: its backward does not gather them a third time.
+    A recomputed block holds the gathered rows, so that its backward does not gather them again.
     """
     if shape.tp == 1:
         return SavedActivation(name=name, kind="rest")
@@ -396,7 +397,10 @@ def _head(config: DecoderOptions, shape: MicroBatchShape) -> BlockActivations:
 
 
 def _working(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> float:
-    """Return the bytes of gradients between a block's operations: those of its widest one, and of the stream."""
+    """Return the bytes of gradients that exist at once in a block's backward, at its widest operation.
+
+    They are the gradients of that operation's tensors, and of the residual stream.
+    """
     tokens, e = shape.tokens, shape.itemsize
     # Widths of queries, keys, values and results of attention together.
     heads = config.num_attention_heads * (2 * _score_width(config) + 2 * _value_width(config))

@@ -82,27 +82,21 @@ class DecoderEstimates:
         return self._config.capacity_factor is not None or self._config.micro_batch_aux_loss > 0
 
     def block_name(self, layer: int) -> str:
-        """See `ModelEstimates`."""
         return f"layers.{layer}"
 
     def layer_kind(self, layer: int) -> bool:
-        """See `ModelEstimates`."""
         return self._config.is_dense(layer)
 
     def unreached_blocks(self) -> None:
-        """See `ModelEstimates`."""
         return None
 
     def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
-        """See `ModelEstimates`."""
         return planned_parameters(self._config, dims, part, freeze=freeze)
 
     def activations(self, shape: MicroBatchShape) -> ModelActivations:
-        """See `ModelEstimates`."""
         return decoder_activations(self._config, shape)
 
     def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
-        """See `ModelEstimates`."""
         if shape.length not in self._layer_flops:
             self._layer_flops[shape.length] = layer_flops_per_token(self._config, shape.length)
         per_token = self._layer_flops[shape.length]
@@ -116,7 +110,6 @@ class DecoderEstimates:
         return total * shape.batch * shape.length / (shape.cp * shape.tp)
 
     def step_flops(self, samples: int, length: int) -> float:
-        """See `ModelEstimates`."""
         return samples * length * training_flops_per_token(self._config, length)
 
     def traffic(
@@ -126,7 +119,6 @@ class DecoderEstimates:
         recompute: Sequence[BlockRecompute],
         attention_cost: Callable[[int | None], ContextCost],
     ) -> Iterable[Traffic]:
-        """See `ModelEstimates`."""
         return microbatch_traffic(self._config, shape, part, recompute, attention_cost)
 
 

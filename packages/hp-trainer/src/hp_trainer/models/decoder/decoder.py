@@ -337,7 +337,7 @@ class Decoder(nn.Module):
             all_gather_object: as in `LanguageModel`.
         """
         if self.config.lora.rank is not None:
-            # With adapters, routers are frozen.
+            # Routers are frozen, and so are their biases; loads are neither summed nor reported.
             return {}
         self.expert_loads = loads = update_expert_bias(self)
         update_expert_copies(self, loads)

@@ -175,12 +175,12 @@ class DecoderOptions:
     @property
     def is_causal(self) -> bool:
         """True if no result depends on a later token, as generation of text requires."""
-        # An expert picks its tokens among all of a sequence, so a later token can take the place of an earlier one.
+        # An expert picks its tokens among all of a sequence, so a later token can displace an earlier one.
         return self.num_experts is None or self.routing != "expert_choice"
 
     @property
     def num_routing_slots(self) -> int:
-        """Number of selected experts of a token, places of experts that have not selected it included."""
+        """Entries of a token in the table of selected experts; with `expert_choice` one per expert, used or not."""
         return self.num_experts or 0 if self.routing == "expert_choice" else self.num_experts_per_tok
 
     def experts_per_token(self, length: int) -> float:

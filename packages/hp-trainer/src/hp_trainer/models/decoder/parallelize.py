@@ -85,7 +85,7 @@ def parallelize(
             _expert_parallel(block.moe, dims, mesh)
             if training is not None:
                 block.moe.step_tokens = training.global_batch_size * training.sequence_length
-    moe_layers(model)  # names the layers, for their messages
+    moe_layers(model)  # called for its side effect: it sets the layers' names, for messages
     _shard_over_data(model, dims, mesh, precision_policy(training), reshard_after_forward)
     if training is not None and training.compile:
         for block in model.layers:
@@ -238,7 +238,7 @@ def _dispatch_options(dims: ParallelDims) -> dict[str, Any]:
 
 def _token_mesh(dims: ParallelDims, mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of one axis over all ranks that route different tokens."""
-    # Ranks of `tp` route the same rows for tensor parallel experts, otherwise rows of their own.
+    # Tensor parallel experts: ranks of `tp` route the same rows. Otherwise each routes its shard of the sequence.
     axes = ["loss"]
     if dims.expert_mesh == "peer":
         axes.append("ep")

@@ -89,7 +89,7 @@ def _tensor_parallel(
 ) -> Iterator[Traffic]:
     """Yield the exchanges around modules that shard heads or widths; between these the sequence is sharded.
 
-    Each module is preceded by an all-gather and followed by a reduce-scatter; in backward the two trade places.
+    Each module is preceded by an all-gather and followed by a reduce-scatter. Backward runs their duals.
     """
     share = _share(shape.tp)
     # Collectives wait for the largest shard, so uneven sequences are counted by the longest one.
@@ -124,7 +124,7 @@ def _tensor_parallel(
 
 
 def _num_sharded_modules(config: DecoderOptions, shape: MicroBatchShape, layer: int) -> int:
-    """Return how many modules of a block take full rows: attention, dense network, sharded experts, shared experts."""
+    """Return how many modules of a block gather the rows: attention, dense network, sharded and shared experts."""
     if config.is_dense(layer):
         return 2
     return 1 + (_expert_tp(shape) > 1) + (config.num_shared_experts > 0)
@@ -241,8 +241,8 @@ def _dispatched(config: DecoderOptions, shape: MicroBatchShape, tokens: float, r
                 ("ep_inner", rows.inner, node, experts),
             ]
         row, rounded = config.hidden_size * shape.itemsize, sent_row_bytes(config, shape)
-        # Of chunks, only the last one's results come after the last tensor that recomputation needs.
-        # There in forward and its repetition, perhaps in 8 bits; the other three ways are those of full rows.
+        # Per row: to the experts in forward and its repetition, perhaps in 8 bits; results back, again in full, and
+        # their gradients; gradients of rows and of choices. Recomputation skips the results of the last chunk only.
         per_row = (
             (1 + repeats) * (rounded + rows.choices)
             + (2 + repeats - skipped / shape.ep_chunks) * row

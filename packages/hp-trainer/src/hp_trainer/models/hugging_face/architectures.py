@@ -134,7 +134,7 @@ def _pattern(kinds: list[str]) -> tuple[str, ...]:
 
 
 def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool], window: int = 4096) -> Options:
-    """Return window and pattern from `layer_types`; if that is missing, layers with `otherwise(layer)` are sliding.
+    """Return the options of sliding windows from `layer_types`; without it, layers with `otherwise(layer)` are sliding.
 
     Args:
         window: transformers' default for a missing `sliding_window`; null means no window.
@@ -606,11 +606,10 @@ def read_rotary(reader: ConfigReader, theta: float, otherwise: Mapping[str, Any]
     scaling: dict[str, Any] = {"kind": kind}
     if kind in _KINDS and kind != "default":
         scaling |= _read_scaling(reader, inner, kind)
-    # transformers 5 has the base within the rotary settings, transformers 4 at the top.
+    # transformers 5 has these keys within the rotary settings, transformers 4 at the top.
     base = inner.take(float, "rope_theta", default=None)
     if base is None:
         base = reader.take(float, "rope_theta", default=theta)
-    # transformers 4 has the key at the top, transformers 5 within the rotary settings.
     for each in (reader, inner):
         each.only("partial_rotary_factor", 1, 1.0)
     reader.problems += inner.problems
@@ -626,7 +625,7 @@ def _read_scaling(reader: ConfigReader, inner: ConfigReader, kind: str) -> dict[
     numbers = {key: inner.take(float, key, default=None) for key in _NUMBERS}
     original = None
     if kind != "linear":
-        # A key at the top has priority; without any, the length of the whole model is meant.
+        # A key at the top has priority. The last one is the length for which the model was trained.
         for each, key in (
             (reader, "original_max_position_embeddings"),
             (inner, "original_max_position_embeddings"),

@@ -71,7 +71,12 @@ def find_architecture(config: Any) -> Architecture:
 
 
 def meaning(options: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return the options that determine what a model computes, without those that others make irrelevant."""
+    """Return the options that determine what a model computes, in a form in which equal models compare equal.
+
+    Args:
+        options: all options of the decoder as plain values.
+        layers: number of blocks.
+    """
     effective = {name: value for name, value in options.items() if name not in (*TRAINING_ONLY, "name", "from")}
     if effective["num_experts"] is None:
         unused: tuple[str, ...] = _OF_EXPERTS

@@ -56,10 +56,10 @@ def reference_names(folder: Path, options: DecoderConfig) -> dict[str, str]:
 def reference_views(
     folder: Path, options: DecoderConfig, platform: Platform
 ) -> Callable[[str, Tensor], dict[str, Tensor]]:
-    """Return a function that returns the decoder's tensors within a parameter of transformers, by the decoder's names.
+    """Return a function from a parameter of transformers (name, tensor) to the decoder's tensors within it, by name.
 
-    These are views of the parameter, or of a gradient or optimizer state of its shape. There are none where the decoder
-    has the same tensor.
+    These are views of the given tensor, which may also be a gradient or optimizer state of the parameter's shape. The
+    result is empty where the decoder has the same tensor.
 
     Args:
         options: the decoder's options for this directory.
@@ -124,7 +124,7 @@ def _modules(theirs: str, ours: str) -> Iterator[tuple[str, str]]:
 
 
 def their_modules(modules: Iterable[str], names: dict[str, str]) -> list[str]:
-    """Return the names in the trained model of transformers of the decoder's modules that it has alike.
+    """Return the names that modules of the decoder have in the trained model of transformers, if it has them alike.
 
     Args:
         names: see `reference_names`.

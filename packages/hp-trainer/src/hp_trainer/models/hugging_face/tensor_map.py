@@ -27,9 +27,10 @@ class Piece:
         source: name of the checkpoint's tensor.
         shape: shape of the checkpoint's tensor.
         box: the box of the decoder's tensor.
-        axes: for each dimension of the checkpoint's tensor, the dimension of the decoder's. Dimensions of the decoder's
-            tensor that do not occur have one index in `box`.
-        start, stride: index `i` of the box along `axes[d]` is index `start[d] + stride[d] * i` of dimension d.
+        axes: for each dimension of the checkpoint's tensor, the dimension of the decoder's. `box` has size 1 along
+            dimensions of the decoder's tensor that do not occur.
+        start, stride: element `i` of the box along `axes[d]` is element `start[d] + stride[d] * i` of the checkpoint's
+            tensor along `d`.
     """
 
     source: str
@@ -40,10 +41,10 @@ class Piece:
     stride: tuple[int, ...]
 
     def read(self, part: Box, read_slices: Callable[[str, tuple[slice, ...]], Array]) -> Array:
-        """Return the elements of a box within the piece, in the box's shape.
+        """Return the elements of a box of the decoder's tensor, in the box's shape.
 
         Args:
-            part: within `box`.
+            part: a box within `box`.
             read_slices: (tensor of the checkpoint, slices) -> array.
         """
         # Dimensions in the checkpoint's order; the decoder's dimensions that are missing have size 1 and come with the

@@ -174,14 +174,14 @@ def test_layouts_train_alike(runs: Runs) -> None:
 
 def test_a_resumed_run_equals_one_without_a_break(runs: Runs) -> None:
     """Checkpoints are written from shards, and read by another layout; the optimizer's state included."""
-    whole = runs.train("whole", 2, parallel__dp_shard=2)
-    newest = open_latest(checkpoint_storage(whole, whole.load_config().config))
+    unbroken = runs.train("unbroken", 2, parallel__dp_shard=2)
+    newest = open_latest(checkpoint_storage(unbroken, unbroken.load_config().config))
     slots = {name.rpartition(".")[2] for name in newest.index.tensors if name.startswith("optimizer.")}
     assert slots == {"exp_avg", "exp_avg_sq"}
-    broken = RunFolder(shutil.copytree(whole.path, runs.folder / "broken"))
+    broken = RunFolder(shutil.copytree(unbroken.path, runs.folder / "broken"))
     shutil.rmtree(broken.checkpoints / newest.folder)
     broken.write_config(runs.config())
     middle = open_latest(checkpoint_storage(broken, runs.config()))
     assert middle.step == 2
     run_ranks(train_rank, 1, runs.platform, broken, runs.platform, middle.folder)
-    np.testing.assert_allclose(losses(broken), losses(whole), rtol=1e-4)
+    np.testing.assert_allclose(losses(broken), losses(unbroken), rtol=1e-4)
