@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hp_trainer import _files
-from hp_trainer._files import other_kind, read_plain_text
+from hp_trainer._files import link_new, other_kind, read_plain_text
 from hp_trainer.checkpoint import LocalStorage, find_latest
 from hp_trainer.config import load_config
 from hp_trainer.data import find_text_files, formats, open_reader
@@ -26,6 +26,12 @@ from hp_trainer.run import RunFolder
 def pipe(tmp_path: Path) -> Path:
     os.mkfifo(tmp_path / "pipe.yaml")
     return tmp_path / "pipe.yaml"
+
+
+def test_nothing_is_created_if_there_is_nothing_to_link(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        link_new(tmp_path / "gone", tmp_path / "target")
+    assert not (tmp_path / "target").exists()
 
 
 def test_the_kind_of_what_is_there_is_told(tmp_path: Path, pipe: Path) -> None:

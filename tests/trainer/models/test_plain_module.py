@@ -134,6 +134,44 @@ def test_a_model_of_transformers_trains_unchanged(lab: Lab, layout):
     np.testing.assert_allclose(trained(lab, "many", config, world_size), expected, rtol=1e-5)
 
 
+NESTED = """\
+from hp_dtensor import nn
+from hp_dtensor.tensor.init import Normal
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.ops.silu(self.first(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layers, self.head = nn.Embedding(256, 8), Layers(), nn.Linear(8, 256)
+
+    def forward(self, ids):
+        return self.head(self.layers(self.embed(ids)))
+
+    def initializer(self, name, shape):
+        return Normal(0.3)
+
+
+def build():
+    return Model()
+"""
+
+
+def test_groups_within_groups_may_be_listed_in_any_order(lab: Lab):
+    expected = trained(lab, "one", configured(lab, NESTED))
+    for name, units in (("outer first", "[layers, layers.*]"), ("inner first", "[layers.*, layers]")):
+        config = configured(lab, NESTED, **{"parallel.dp_shard": 2, "parallel.fsdp_units": units})
+        np.testing.assert_allclose(trained(lab, name, config, 2), expected, rtol=1e-5)
+
+
 def test_the_layers_of_a_module_are_compiled(lab: Lab):
     pytest.importorskip("transformers")
     from torch._dynamo.utils import counters

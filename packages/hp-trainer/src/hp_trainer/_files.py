@@ -98,8 +98,9 @@ def link_new(source: Path, target: Path) -> None:
             raise
     except OSError:
         # No hard links (some FUSE and object stores): at least only one process creates the file.
+        text = source.read_text(encoding="utf-8")
         with target.open("x", encoding="utf-8") as out:
-            out.write(source.read_text(encoding="utf-8"))
+            out.write(text)
 
 
 def _is_same_file(first: Path, second: Path) -> bool:

@@ -92,8 +92,8 @@ class PlainModel(nn.Module):
             parallelize_module(self.module, mesh["tp"], plan)
         outer = ("dp_replicate",) if dims.dp_replicate > 1 else ()
         shards, policy = mesh[*outer, "fsdp"], precision_policy(training)
-        units = list(self.units().values())
-        # Inner groups first: the outer one takes the remaining parameters.
+        # Inner groups first, however they are listed: the outer one takes the remaining parameters.
+        units = [unit for _, unit in sorted(self.units().items(), key=lambda named: -named[0].count("."))]
         for module in (*units, self):
             fully_shard(module, shards, mp_policy=policy, reshard_after_forward=reshard_after_forward)
             # The loss is already divided by the global number of tokens, so gradients are summed, not averaged.
