@@ -22,6 +22,8 @@ from hp_dtensor import (
     from_local,
     get_platform,
     implicit_replication,
+    init_on_device,
+    local_map,
     record_collectives,
     replicate_like,
     zeros,
@@ -111,6 +113,26 @@ def test_a_rank_outside_the_mesh_has_no_shard_to_check(hp_platform: Platform) ->
         return [tuple(checked.shape), *(hp_platform.local_shape(x) for x in (checked, like))]
 
     assert run_ranks(made, 3, hp_platform) == [[(4, 3), (2, 3), (2, 3)]] * 2 + [[(4, 3), (0, 0), (0, 0)]]
+
+
+def test_tensors_without_data_are_checked_by_shape(hp_platform: Platform) -> None:
+    if hp_platform.name != "torch":
+        pytest.skip("tensors have data there: only parameters are made without")
+
+    def made() -> list[tuple[int, ...]]:
+        mesh = _mesh(hp_platform, 2)
+        with init_on_device("meta", hp_platform):
+            local = hp_platform.ops.zeros((2, 3), hp_platform.dtype("float32"))
+        with check_mode():
+            x = from_local(local, mesh, (Shard(0),))
+            found = [x, replicate_like(local, x), local_map(lambda t: t, (Shard(0),))(x)]
+            if mesh.world.rank:
+                local = hp_platform.ops.transpose(local, 0, 1)
+            with pytest.raises(ShardShapeError, match=r"rank 1 has \[3, 2\], expected"):
+                from_local(local, mesh, (Replicate(),), shape=(2, 3))
+        return [tuple(each.shape) for each in found]
+
+    assert run_ranks(made, 2, hp_platform) == [[(4, 3), (2, 3), (4, 3)]] * 2
 
 
 # Check mode ------------------------------------------------------------------------------------------------
