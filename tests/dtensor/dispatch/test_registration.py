@@ -356,6 +356,29 @@ def test_factors_that_cannot_be_read(factors: str, options: dict[str, Any], mess
         sharding_rule(factors, **options)
 
 
+class Halves(NamedTuple):
+    low: Any
+    high: Any
+
+
+@sharding_rule("..., ... -> ..., ...")
+def halves(pair: Halves) -> Halves:
+    return Halves(_ops(pair.low).mul(pair.low, 0.5), _ops(pair.low).mul(pair.high, 2.0))
+
+
+def test_named_tuples_are_taken_and_returned(hp_platform: Platform) -> None:
+    def program() -> tuple[Any, ...]:
+        mesh = DeviceMesh("cpu", (2,), platform=hp_platform)
+        x = distribute_tensor(hp_platform.from_numpy(ROWS.copy()), mesh, [S0])
+        y = distribute_tensor(hp_platform.from_numpy(ROWS.copy()), mesh, [S1])  # one of them is redistributed
+        found = halves(Halves(x, y))
+        return type(found), hp_platform.to_numpy(found.high.full_tensor())
+
+    for kind, high in run_ranks(program, 2, hp_platform):
+        assert kind is Halves
+        np.testing.assert_array_equal(high, 2 * ROWS)
+
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 

@@ -15,6 +15,7 @@ from hp_dtensor.rules.factors import Factorization
 from hp_dtensor.rules.registry import HARMLESS_KEYWORDS, REQUIRED, OpCall, Registration
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.trees import like_sequence
 
 Tensor = Any
 Location = tuple[int | str, ...]
@@ -116,7 +117,7 @@ def replace_at(args: list[Any], kwargs: dict[str, Any], location: Location, chan
         # The list belongs to the caller, who may use it again: change a copy.
         items: Any = list(where[location[0]])
         items[location[1]] = change(items[location[1]])
-        where[location[0]] = tuple(items) if isinstance(where[location[0]], tuple) else items
+        where[location[0]] = like_sequence(where[location[0]], items)
     else:
         where[location[0]] = change(where[location[0]])
 

@@ -17,6 +17,7 @@ from hp_dtensor.dispatch.operation import dispatch
 from hp_dtensor.platform.composition import complete
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.trees import like_sequence
 
 Function = Callable[..., Any]
 Adapt = Callable[..., tuple[Function, tuple[Any, ...], dict[str, Any]]]
@@ -73,7 +74,7 @@ def _has_dtensor(value: Any) -> bool:
 
 def _local(platform: Platform, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_local(platform, each) for each in value)
+        return like_sequence(value, [_local(platform, each) for each in value])
     return platform.unwrap(value) if isinstance(value, DTensor) else value
 
 

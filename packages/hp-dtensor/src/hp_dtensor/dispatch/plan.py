@@ -31,6 +31,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor import redistribution
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.local_map import local_map
+from hp_dtensor.trees import like_sequence
 
 
 class Plan(ABC):
@@ -355,8 +356,7 @@ class LocalPlan(Plan):
         if result is NotImplemented:  # an operator with an operand of a foreign type: Python tries that type's operator
             return result
         if isinstance(result, (tuple, list)):
-            wrapped = [self._as_dtensor(x, index) for index, x in enumerate(result)]
-            return tuple(wrapped) if type(result) is tuple else type(result)(wrapped)
+            return like_sequence(result, [self._as_dtensor(x, index) for index, x in enumerate(result)])
         return self._as_dtensor(result, 0)
 
     def _as_dtensor(self, local: Any, index: int) -> Any:
