@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,35 @@ def test_a_run_equals_itself_and_is_within_rounding_of_tensor_parallel_ranks(
     assert found.verdict == "within rounding", str(found)
     assert max(each.relative / each.tolerance for each in found.differences) < 0.3
     assert [event.key for event in other.steps[1]] == [event.key for event in reference.steps[1]]
+
+
+def test_outputs_in_a_dict_or_dataclass_are_recorded(platform: Platform) -> None:
+    @dataclass
+    class Output:
+        logits: Any
+        size: int
+
+    class Inner(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return {"twice": self.ops.mul(x, 2.0), "size": 3}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.inner = nn.Linear(4, 2), Inner()
+
+        def forward(self, x: Any) -> Any:
+            return Output(self.inner(self.linear(x))["twice"], 3)
+
+    with nn.building(platform):
+        model = Outer()
+    recorder = Recorder(model, platform)
+    with recorder.step(1):
+        platform.backward(platform.ops.sum(model(platform.ops.ones((3, 4), platform.dtype("float32"))).logits))
+    outputs = ["linear", "inner[twice]", "(model)[logits]"]
+    found = [event.key for event in recorder.recording.steps[1]]
+    assert found[:3] == [("forward", name) for name in outputs]
+    assert set(found[3:6]) == {("backward", name) for name in outputs}
 
 
 def test_recording_changes_no_bit(platform: Platform) -> None:

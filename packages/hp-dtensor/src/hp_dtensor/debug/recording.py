@@ -34,6 +34,7 @@ from hp_dtensor.platform.interface import Platform, Removable
 from hp_dtensor.platform.selection import platform_of
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_dtensor.trees import fields_of
 
 Tensor = Any
 Module = Any
@@ -132,8 +133,9 @@ class Event:
     Attributes:
         pass_: one of `PASSES`; `forward` and `backward` are the output of a module and its gradient, `loss` is a number
             of the global batch, the others belong to a parameter.
-        name: the module or parameter, in the unsharded model; `name[i]` is one of several outputs, a state of an
-            optimizer is `parameter.slot`, and `module: 3 softmax` is the third operation of a module's forward.
+        name: the module or parameter, in the unsharded model; `name[i]` and `name[key]` are one of several outputs, a
+            state of an optimizer is `parameter.slot`, and `module: 3 softmax` is the third operation of a module's
+            forward.
         dtype: name of its dtype.
         digest: its digest.
         growth: change relative to its norm when the initial weights change by one rounding; None: not measured.
@@ -482,9 +484,11 @@ class Recorder:
 
     def _after_forward(self, name: str, has_gradients: bool) -> Callable[..., None]:
         def after(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            several = isinstance(output, (tuple, list))
-            for index, x in enumerate(output if several else [output]):
-                self._output(f"{name}[{index}]" if several else name, x, has_gradients)
+            several = dict(enumerate(output)) if isinstance(output, (tuple, list)) else fields_of(output)
+            if several is None:
+                self._output(name, output, has_gradients)
+            for key, x in (several or {}).items():
+                self._output(f"{name}[{key}]", x, has_gradients)
 
         return after
 
