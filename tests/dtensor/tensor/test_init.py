@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import tracemalloc
 import weakref
 from typing import Any
@@ -161,6 +162,8 @@ def test_buffers_need_to_be_made(meta_platform: Platform) -> None:
         model = _WithBuffer()
     with pytest.raises(MetaTensorError, match="does not know their values: table"):
         materialize(model)
+    with pytest.raises(MetaTensorError, match=re.escape("buffer table: expected shape [3], got [2]")):
+        materialize(model, buffers=lambda name, shape, dtype: meta_platform.from_numpy(np.zeros(2, np.float32)))
     assert meta_tensors(model) == ["weight", "table"]
     materialize(model, buffers=lambda name, shape, dtype: meta_platform.from_numpy(np.arange(3, dtype=np.float32)))
     assert meta_tensors(model) == []

@@ -77,7 +77,8 @@ def materialize(
         platform: default: the module's own if it is a `hp_dtensor.parallel.nn.Module`, else the selected one.
 
     Raises:
-        MetaTensorError: there are buffers without data and no `buffers`. The module is unchanged then.
+        MetaTensorError: there are buffers without data and no `buffers`, or `buffers` returns another shape. The module
+            is unchanged then.
 
     Examples:
         >>> with init_empty_weights(platform), nn.building(platform):
@@ -92,8 +93,13 @@ def materialize(
             f"buffers have no data, and materialize does not know their values: {', '.join(missing)}. Pass "
             "buffers=function(name, shape, dtype), or create them outside of init_empty_weights."
         )
+    owners = list(chosen.named_modules(module))
+    # All are made before any is set, so that an error leaves the module unchanged.
+    new_buffers = [
+        each for path, owner in owners if buffers is not None for each in _new_buffers(chosen, owner, path, buffers)
+    ]
     made: dict[int, Tensor] = {}
-    for path, owner in list(chosen.named_modules(module)):
+    for _, owner in owners:
         # A list, because parameters are replaced on the way.
         for name, old in list(chosen.named_parameters(owner, recurse=False, remove_duplicate=False)):
             if chosen.is_meta(old):
@@ -101,8 +107,8 @@ def materialize(
                 if id(old) not in made:
                     made[id(old)] = _with_memory(chosen, old, device)
                 chosen.set_parameter(owner, name, made[id(old)])
-        if buffers is not None:
-            _make_buffers(chosen, owner, path, buffers)
+    for owner, name, buffer in new_buffers:
+        setattr(owner, name, buffer)
     return module
 
 
@@ -115,8 +121,10 @@ def _with_memory(platform: Platform, old: Tensor, device: Any) -> Tensor:
     return platform.Parameter(data, requires_grad=platform.requires_grad(old))
 
 
-def _make_buffers(platform: Platform, owner: Module, path: str, make: MakeBuffer) -> None:
-    """Replace the buffers without data that the module `owner`, whose dotted name is `path`, owns itself."""
+def _new_buffers(
+    platform: Platform, owner: Module, path: str, make: MakeBuffer
+) -> Iterator[tuple[Module, str, Tensor]]:
+    """Yield (owner, name, new buffer) for each buffer without data that a module with the dotted name `path` owns."""
     for name, old in list(platform.named_buffers(owner)):
         # Buffers of submodules are listed too, but are set at their owners.
         if "." in name or not platform.is_meta(old):
@@ -125,7 +133,7 @@ def _make_buffers(platform: Platform, owner: Module, path: str, make: MakeBuffer
         new = make(full_name, tuple(old.shape), old.dtype)
         if tuple(new.shape) != tuple(old.shape):
             raise MetaTensorError(f"buffer {full_name}: expected shape {list(old.shape)}, got {list(new.shape)}")
-        setattr(owner, name, new)
+        yield owner, name, new
 
 
 def meta_tensors(module: Module, platform: Platform | str | None = None) -> list[str]:
