@@ -438,7 +438,7 @@ class Muon:
             self._momenta = {name: zeros_placed_like(self.platform, x) for name, x in self._parameters.items()}
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, on all ranks of its mesh or on none."""
         platform = self.platform
         grads = {name: grad for name, x in self._parameters.items() if (grad := platform.get_grad(x)) is not None}
         with platform.no_grad():

@@ -52,8 +52,8 @@ def local_slice(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> T
 def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Reduce over the ranks (P -> R).
 
-    Backward is the identity for sums and a factor 1/n for averages. For max and min the gradient goes to the ranks that
-    had the result.
+    Backward is the identity for sums and a factor 1/n for averages. For max, min and product it is that of the
+    reduction on one device; see `grad_of_selected`.
     """
     platform = _platform(group)
     if op not in ("sum", "avg"):
