@@ -211,6 +211,7 @@ def test_a_process_that_joined_no_job_is_told_so():
         (lambda: DeviceMesh("cpu", (2, 2), mesh_dim_names=("a", "a")), "axis names repeat: a"),
         (lambda: DeviceMesh("cpu", (3, 3)), "the mesh has 9 ranks, the world only 8"),
         (lambda: DeviceMesh("cpu", (2,), ranks=(0, 1, 2)), "the shape holds 2 ranks, 3 were given"),
+        (lambda: DeviceMesh("cpu", (2,), ranks=("0", "1")), "ranks must be a sequence of ints, got ('0', '1')"),
         (lambda: DeviceMesh("cpu", (2,), ranks=(1, 1)), "ranks repeat: [1, 1]"),
         (lambda: DeviceMesh("cpu", (2,), ranks=(1, 9)), "ranks [9] are outside the world of 8"),
         (

@@ -111,6 +111,9 @@ def _creation(platform: Platform) -> Iterator[Case]:
     yield lambda: distribute_tensor(plain, mesh, (RaggedShard(0, (1, 2)), R)), "PlacementError", "units that sum to 3"
     yield lambda: zeros(4, device_mesh=mesh, placements=(Partial(), R)), "PlacementError", "cannot make partial"
     yield lambda: zeros(4, device_mesh="dp"), "MeshError", "a factory: device_mesh must be a DeviceMesh, got 'dp'"
+    for size in (2.0, (4, 2.0)):
+        message = re.escape(f"a factory: shape must be a sequence of integers, got {size}")
+        yield lambda size=size: zeros(size, device_mesh=mesh), "ShardShapeError", message
     yield lambda: zeros(-4, device_mesh=mesh), "ShardShapeError", "sizes of at least 0, got .-4."
     yield (
         lambda: DTensor.from_local(plain, mesh, (S0, R), shape=(4, 4)),

@@ -83,6 +83,8 @@ def check_new_mesh(
         raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}; pass the ranks themselves as ranks=")
     if not all(isinstance(name, str) for name in names):
         raise MeshError(f"mesh_dim_names must be a tuple of names, got {names!r}")
+    if not all(isinstance(rank, numbers.Integral) for rank in ranks or ()):
+        raise MeshError(f"ranks must be a sequence of ints, got {ranks!r}")
     problems = []
     known = getattr(world.platform, "device_types", None)  # missing on platforms that only plan
     if known and device_type not in known:

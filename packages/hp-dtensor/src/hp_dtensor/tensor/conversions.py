@@ -172,7 +172,7 @@ def from_local(
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
     platform = device_mesh.platform
-    global_shape = None if shape is None else _integers(shape)
+    global_shape = None if shape is None else integers("from_local", shape)
     # A collective: all ranks of the mesh make it or none. A rank outside the mesh has no shard to check.
     if (run_check or rank_checks.is_checking()) and device_mesh.get_coordinate() is not None:
         placements = normalize_placements(device_mesh, given, len(local.shape))
@@ -227,12 +227,16 @@ def spec_of_shard(
     return spec
 
 
-def _integers(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape of Python's own integers: specs are cached by equality, and 2.0 equals 2."""
+def integers(what: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape of Python's own integers: specs are cached by equality, and 2.0 equals 2.
+
+    Raises:
+        ShardShapeError: it is not a sequence of integers. The message starts with `what`.
+    """
     try:
         return tuple(map(operator.index, shape))
     except TypeError as error:
-        raise ShardShapeError(f"from_local: shape must be a sequence of integers, got {shape!r}") from error
+        raise ShardShapeError(f"{what}: shape must be a sequence of integers, got {shape!r}") from error
 
 
 def _nothing_like(platform: Platform, local: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.rank_checks import check_created
 from hp_dtensor.spec.tensor_spec import TensorSpec, normalize_placements
+from hp_dtensor.tensor.conversions import integers
 from hp_dtensor.tensor.redistribution import Placements, placements_on
 
 Tensor = Any
@@ -39,6 +41,7 @@ def zeros(
 
     Raises:
         PlacementError: placements that do not fit, or partial ones.
+        ShardShapeError: sizes that are not integers of at least 0.
         ValueError: another layout.
 
     Examples:
@@ -211,8 +214,8 @@ def _make(
     mesh = require_mesh("a factory", device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
     # The numbers may be one sequence, as in torch.
-    given: Any = size[0] if len(size) == 1 and not isinstance(size[0], int) else size
-    sizes: tuple[int, ...] = tuple(given)
+    given: Any = size[0] if len(size) == 1 and not isinstance(size[0], numbers.Integral) else size
+    sizes = integers("a factory", given)
     chosen = normalize_placements(mesh, placements_on("a factory", mesh, placements, len(sizes)), len(sizes))
     if any(placement.is_partial() for placement in chosen):
         raise PlacementError(f"a factory cannot make partial results, got {list(chosen)}; use DTensor.from_local")
