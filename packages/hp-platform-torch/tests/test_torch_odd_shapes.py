@@ -1,4 +1,4 @@
-"""Losses of nothing, and arguments that do not fit: values and errors are torch's own."""
+"""Losses of nothing, arguments that do not fit, overlapping pieces: values and errors are torch's own."""
 
 from __future__ import annotations
 
@@ -92,3 +92,24 @@ def test_empty_chunks_of_an_empty_tensor() -> None:
         return [tuple(each.shape) for each in x.split(0)]
 
     assert run_ranks(program, 2, "torch") == [[(0,)]] * 2
+
+
+@pytest.mark.parametrize("indices", [(3, 1), (-2, -4), (4, 4, 0, 9)])
+def test_pieces_may_overlap(indices: tuple[int, ...]) -> None:
+    full = torch.arange(15.0).view(5, 3)
+    weights = [torch.arange(piece.numel() + 1.0)[1:].view(piece.shape) for piece in full.tensor_split(indices)]
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        pieces = torch.tensor_split(x, indices)
+        sum((piece * replicate_like(w, x)).sum() for piece, w in zip(pieces, weights, strict=True)).backward()
+        return x.grad
+
+    def program() -> None:
+        mesh = init_device_mesh("cpu", (2,), platform="torch")
+        for placement in (Replicate(), Shard(0), Shard(1)):
+            x = distribute_tensor(full, mesh, [placement]).requires_grad_()
+            for piece, expected in zip(torch.tensor_split(x, indices), full.tensor_split(indices), strict=True):
+                assert torch.equal(piece.detach().full_tensor(), expected)
+            assert torch.equal(gradient(x).full_tensor(), gradient(full.clone().requires_grad_()))
+
+    run_ranks(program, 2, "torch")

@@ -321,8 +321,11 @@ def _tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int 
         indices = indices_or_sections.tolist()
         return _tensor_split(x, indices, dim)
     ends = [min(max(i + size if i < 0 else i, 0), size) for i in indices_or_sections]
-    bounds = [0, *ends, size]
-    return torch.split(x, [max(0, stop - start) for start, stop in itertools.pairwise(bounds)], dim)
+    spans = list(itertools.pairwise([0, *ends, size]))
+    if ends == sorted(ends):
+        return torch.split(x, [stop - start for start, stop in spans], dim)
+    # `split` has no overlapping spans.
+    return tuple(x.narrow(dim, start, max(0, stop - start)) for start, stop in spans)
 
 
 def _meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
