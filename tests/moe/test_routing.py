@@ -300,6 +300,20 @@ def test_a_failed_save_leaves_the_earlier_record(tmp_path, monkeypatch):
     assert RoutingRecord.load(path).calls[""][0].tolist() == [[3, 1]]
 
 
+def test_a_layer_that_was_not_called_needs_no_call_in_the_replay(platform, tmp_path):
+    with nn.building(platform):
+        model = nn.ModuleList([built(platform), built(platform)])
+    with record_routing(model) as record:
+        model[0](batch(platform))
+    record.save(tmp_path / "routing.npz")
+    record = RoutingRecord.load(tmp_path / "routing.npz")
+    with replay_routing(model, record):
+        model[0](batch(platform))
+    expected_message = "layer '1': only 0 calls were recorded"
+    with pytest.raises(ExpertParallelError, match=expected_message), replay_routing(model, record):
+        model[1](batch(platform))
+
+
 def test_what_was_not_recorded_cannot_be_replayed(platform):
     layer, x = built(platform), batch(platform)
     with record_routing(layer) as record:
