@@ -132,3 +132,18 @@ def test_an_error_of_the_rank_that_saves_is_told_by_all(tmp_path):
             model.save_pretrained(tmp_path / "model")
 
     run_ranks(rank, 2, "torch")
+
+
+class Unsaved(torch.nn.Linear):
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None):
+        raise NotImplementedError
+
+
+def test_an_error_without_a_message_is_reported_too():
+    def rank():
+        model = fully_shard(Unsaved(4, 6), init_device_mesh("cpu", (2,)))
+        others = model._fsdp.group.buffers[0].world.rank
+        with pytest.raises(StateDictError if others else NotImplementedError, match="NotImplementedError" * others):
+            model.save_pretrained("model")
+
+    run_ranks(rank, 2, "torch")

@@ -481,7 +481,9 @@ def _sharded_save_pretrained(cls: Any) -> Callable[..., None]:
                 cls.save_pretrained(self, save_directory, is_main_process=True, state_dict=full, **kwargs)
             except Exception as error:  # reported to the other ranks, which would wait
                 problem = error
-        reports = world.group(tuple(range(world.size))).all_gather_bytes(str(problem or "").encode())
+        # With its class: an error may have no message.
+        report = "" if problem is None else f"{type(problem).__name__}: {problem}"
+        reports = world.group(tuple(range(world.size))).all_gather_bytes(report.encode())
         if problem is not None:
             raise problem
         if reports[0]:
