@@ -453,6 +453,7 @@ class TorchGatherExtension(GatherExtension):
         if self._holder is not None:
             setattr(self._shard, self._holder, shard)
         elif self._shard.data_ptr() != shard.data_ptr() or not self._shard.numel():
+            # Another instance over this shard's memory, which is a copy if the shard is stored on the host.
             self._attributes.update(vars(self._shard))
             self._shard = shard.as_subclass(type(self._shard))
             vars(self._shard).update(self._attributes)

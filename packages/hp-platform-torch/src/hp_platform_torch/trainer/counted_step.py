@@ -167,7 +167,7 @@ def _parameters(
 
 @dataclass
 class _Watched:
-    """Live bytes at the events of one part; None before the event."""
+    """Live bytes at the events of one part, as in `CountedPart`; None before the event."""
 
     before: int | None = None
     after: int = 0
