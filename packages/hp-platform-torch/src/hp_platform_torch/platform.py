@@ -265,10 +265,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         loss.backward(gradient, retain_graph=retain_graph)
 
     def grad(
-        self,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        output_grads: Sequence[Tensor | None] | None = None,
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None = None
     ) -> list[Tensor | None]:
         try:
             return list(torch.autograd.grad(outputs, inputs, output_grads, allow_unused=True))
@@ -461,14 +458,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return super().attention_block(query, key, value, scores)
 
     def attention_block_grad(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scores: BlockScores,
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
     ) -> tuple[Tensor, Tensor, Tensor]:
         if attention.takes_scores(scores) and attention.takes(query, value):
             return attention.block_grad(grad, query, key, value, out, lse, scores)

@@ -85,32 +85,18 @@ def _gaussian_nll_loss(
 
 
 @_reduced_as_called
-def _hinge_embedding_loss(
-    input: Tensor,
-    target: Tensor,
-    margin: float = 1.0,
-) -> Tensor:
+def _hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> Tensor:
     apart = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
     return apart + torch.where(target != -1, input, 0.0)
 
 
 @_reduced_as_called
-def _margin_ranking_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
-) -> Tensor:
+def _margin_ranking_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
     return (-target * (input1 - input2) + margin).clamp_min(0)
 
 
 @_reduced_as_called
-def _cosine_embedding_loss(
-    input1: Tensor,
-    input2: Tensor,
-    target: Tensor,
-    margin: float = 0,
-) -> Tensor:
+def _cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
     if target.dim() > 1 or input1.dim() != target.dim() + 1 or input2.dim() != input1.dim():
         raise ValueError(
             f"expected vectors and a target of 0 dimensions, or matrices and one of 1, got "
@@ -194,11 +180,7 @@ def _multi_margin_loss(
 
 
 def _multilabel_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
 ) -> Tensor:
     """Compare all pairs of classes at once. A row of the target lists classes up to the first -1."""
     if not input.dim():
@@ -215,11 +197,7 @@ def _multilabel_margin_loss(
 
 
 @_reduced_as_called
-def _multilabel_soft_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-) -> Tensor:
+def _multilabel_soft_margin_loss(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
     loss = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
     if weight is not None:
         loss = loss * weight

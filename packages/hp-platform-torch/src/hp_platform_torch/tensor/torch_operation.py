@@ -212,13 +212,7 @@ class TorchOperation(Operation):
             self.check(*args, **kwargs)
         return self.named(run(self, first_spec(args, kwargs).mesh.platform, call, args, kwargs))
 
-    def run_first(
-        self,
-        call: Callable[..., Any],
-        key: Key,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> Any:
+    def run_first(self, call: Callable[..., Any], key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Make the plan of a call, run it, and cache it together with its `DirectCall`, if the run shows one."""
         if kwargs.get("out") is not None:
             return run_into(self.call, args, kwargs)
