@@ -137,6 +137,10 @@ EMPTY = {
 }
 
 
+def _long(*values):
+    return Tensor(np.array(values, np.int64))
+
+
 def _ids(*shape):
     return Tensor.from_numpy(np.zeros(shape or (0,), np.int64))
 
@@ -218,6 +222,12 @@ def test_sums_of_half_precision_do_not_stop(platform):
         (lambda run, x: run.quantile(x, -0.2), ValueError, "expected q from 0 to 1, got -0.2"),
         (lambda run, x: run.kthvalue(x, 0), IndexError, "expected k from 1 on, got 0"),
         (lambda run, x: run.topk(x, -1), IndexError, "expected a number of values from 0 on, got -1"),
+        (lambda run, x: run.embedding(_long(0, -1), run.unsqueeze(x, 1)), IndexError, "from 0 to 2, got -1"),
+        (lambda run, x: run.embedding(_long(3), run.unsqueeze(x, 1)), IndexError, "from 0 to 2, got 3"),
+        (lambda run, x: run.one_hot(_long(0, -1), 3), IndexError, "from 0 to 2, got -1"),
+        (lambda run, x: run.one_hot(_long(3), 3), IndexError, "from 0 to 2, got 3"),
+        (lambda run, x: run.cross_entropy(run.unsqueeze(x, 0), _long(-1)), IndexError, "from 0 to 2, got -1"),
+        (lambda run, x: run.nll_loss(run.unsqueeze(x, 0), _long(-1)), RuntimeError, "got: 3"),
     ],
 )
 def test_positions_outside_of_a_tensor_are_refused(platform, call, error, message):

@@ -33,9 +33,26 @@ def made(values: np.ndarray[Any, Any], dtype: Any) -> Tensor:
 
 
 def one_hot(x: Tensor, num_classes: int) -> Tensor:
+    """Return int64 `[*x.shape, num_classes]`, which is 1 at the class of each element.
+
+    Raises:
+        IndexError: a class is outside of `range(num_classes)`.
+    """
     # Integers have no gradient, so the result is computed on the host.
     ids = numbers(x)
+    check_classes("one_hot", ids, num_classes)
     return share((ids[..., None] == np.arange(num_classes)).astype(np.int64))
+
+
+def check_classes(name: str, ids: np.ndarray[Any, Any], count: int) -> None:
+    """Refuse ids outside of `range(count)`; MindSpore's own gathers take negative ones from the end.
+
+    Raises:
+        IndexError: there is such an id.
+    """
+    outside = ids[(ids < 0) | (ids >= count)]
+    if count and outside.size:
+        raise IndexError(f"{name}: expected ids from 0 to {count - 1}, got {outside[0]}")
 
 
 Array = np.ndarray[Any, Any]

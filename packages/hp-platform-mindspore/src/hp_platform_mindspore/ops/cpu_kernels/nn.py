@@ -424,6 +424,8 @@ def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:
     if targets.ndim == logits.ndim:
         return _reduced(-reductions.total(pointwise.mul(likelihood, targets), 1), reduction)
     targets = pointwise.cast(targets, ms.int64)
+    host = numbers(targets)
+    creation.check_classes("cross_entropy", host[host != _IGNORED], logits.shape[1])
     ignored = targets == _IGNORED
     picked = shapes.gather(likelihood, 1, mint.unsqueeze(pointwise.masked_fill(targets, ignored, 0), 1))
     losses = pointwise.masked_fill(-mint.squeeze(picked, 1), ignored, 0.0)
@@ -442,6 +444,8 @@ def nll_loss(
     # Ignored targets are set to class 0, so that the gather is valid, and get weight 0.
     valid = (target != ignore_index).astype(target.dtype)
     target = target * valid
+    # Gathers take negative classes from the end, so they become one that is out of range.
+    target = pointwise.where(target < 0, x.shape[1], target).astype(target.dtype)
     weights = valid.astype(x.dtype)
     if weight is not None:
         # A mean divides by the sum of these weights, as torch does.

@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, ops
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, selected_nothing
 from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
-from hp_platform_mindspore.tensor.memory import share
+from hp_platform_mindspore.tensor.memory import numbers, share
 
 
 def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -25,6 +25,11 @@ def _pick(x: Tensor, dim: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     if math.prod(shape) and x.size:
         return ops.gather(x, index, dim)
     return selected_nothing(x, shape)
+
+
+def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    creation.check_classes("embedding", numbers(ids), weight.shape[0])
+    return _pick(weight, 0, ids, (*ids.shape, *weight.shape[1:]))
 
 
 def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -237,7 +242,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "index_select": index_select,
     "gather": gather,
     "index_put": index_put,
-    "embedding": lambda ids, weight: _pick(weight, 0, ids, (*ids.shape, *weight.shape[1:])),
+    "embedding": embedding,
     "reshape": lambda x, shape: mint.reshape(x, tuple(shape)),
     "transpose": mint.transpose,
     "permute": lambda x, dims: mint.permute(x, tuple(dims)),
