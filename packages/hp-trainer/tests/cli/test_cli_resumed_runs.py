@@ -54,6 +54,14 @@ def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
     assert "install the package that provides it: its entry point 'elsewhere' of group 'hp_dtensor'" in message
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"model: [\n", "out/config.yaml:2: not YAML"), (b"\xff", "cannot be read")]
+)
+def test_a_damaged_configuration_is_one_problem(work: Path, error, content: bytes, message: str) -> None:
+    make_run(work).config_file.write_bytes(content)
+    assert message in error("resume", "out")
+
+
 def test_checkpoints_that_are_skipped_do_not_count_when_old_ones_are_deleted(work: Path, prepared: list) -> None:
     """Damage of the contents alone is found when a run continues, not when it deletes its old checkpoints."""
     run = make_run(work)

@@ -154,8 +154,12 @@ def _other_components(run: RunFolder, overrides: Overrides) -> list[Problem]:
 
 
 def _written_name(run: RunFolder, section: str) -> str | None:
-    """Return the name of a component in the configuration of a run."""
-    written = yaml.safe_load(read_plain_text(run.config_file))
+    """Return the name of a component in the configuration of a run; None if it has none, or cannot be read."""
+    try:
+        written = yaml.safe_load(read_plain_text(run.config_file))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        # Reported with its line when the configuration is loaded.
+        return None
     found = written.get(section) if isinstance(written, dict) else None
     return found.get("name") if isinstance(found, dict) else None
 
