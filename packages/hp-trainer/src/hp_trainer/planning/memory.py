@@ -142,33 +142,13 @@ def _of_micro_batch(
         finds_gradients: gradients of earlier micro-batches exist already.
     """
     held, outer, block, experts = _activations(shape, stage), stage.outer, stage.blocks, stage.expert_blocks
-    dense_full, head = block.full - experts.full, _head_gradients(stage)
+    head = _head_gradients(stage)
     accumulates = shape.num_microbatches > 1 and shape.config.parallel.reduce_gradients == "step"
+    gradients, before = _gradients_in_backward(shape, stage, accumulates=accumulates, finds_gradients=finds_gradients)
+    # Buffers that the reduction of a block allocates. Accumulated gradients are in such buffers already.
     adds = accumulates and finds_gradients
-    reduced = stage.total.gradient if finds_gradients and not accumulates else 0.0
-    # Shards that replicas all-reduce at the end of the step are accumulated in place.
-    joins = bool(reduced) and shape.num_replicas > 1
-    # Arrays with one more entry than blocks: the last one is after the backward of all blocks.
-    # Full gradients of the block that backward has just left, whose reduce-scatter still runs.
-    leaving = np.append(0.0, block.leaving)
-    shards = reduced + (0.0 if joins else _sums_before(block.gradient))
-    if adds:
-        # Accumulated gradients of all micro-batches; those of a block are freed when the next one's are reduced.
-        gradients = stage.total.full_gradient - _sums_before(block.full_gradient) + leaving + shards
-    else:
-        gradients = _sums_before(block.full_gradient) if accumulates else shards + 0.0 * leaving
-    # Buffers of the preceding block's reduction, and those that the block's own one allocates.
-    before = 0.0 * leaving if accumulates else leaving
     fresh, fresh_outer = (0.0, 0.0) if adds else (block.full_gradient, outer.full_gradient)
-    gathered, at_loss = outer.full + block.full, 0.0
-    if shape.config.parallel.reshard_after_forward is False:
-        # Forward leaves all blocks gathered, and backward frees one after the other.
-        gathered = outer.full + np.cumsum(block.full[::-1])[::-1]
-        at_loss = gathered[0] - outer.full if len(stage.layers) else 0.0
-    elif stage.layers:
-        # The next block is prefetched.
-        gathered[:-1] += dense_full[1:] * stage.kinds.has_next[:-1]
-        at_loss = dense_full[0]
+    gathered, at_loss = _gathered_in_backward(shape, stage)
     others = (in_flight.live - 1) * held.pending + _other_heads(held, in_flight, stage)
     # One message being received and one being sent.
     messages = 2.0 * message_bytes(shape) if stage.is_pipelined else 0.0
@@ -208,6 +188,48 @@ def _of_micro_batch(
         yield "the backward of the embedding", outer_reduction | embedding
     of_outer = outer.autograd + fresh_outer + outer.reduced
     yield "the reduction of the embedding and the head", outer_reduction | {"reducing": of_outer}
+
+
+def _gradients_in_backward(
+    shape: StepShape, stage: StageBuffers, *, accumulates: bool, finds_gradients: bool
+) -> tuple[Any, Any]:
+    """Return the bytes of gradients during the backward of each block, and of the reduction before it that still runs.
+
+    Both are arrays with one more entry than blocks: the last one is after the backward of all blocks.
+
+    Args:
+        accumulates: full gradients accumulate until the end of the step.
+        finds_gradients: as in `_of_micro_batch`.
+    """
+    block = stage.blocks
+    reduced = stage.total.gradient if finds_gradients and not accumulates else 0.0
+    # Shards that replicas all-reduce at the end of the step are accumulated in place.
+    joins = bool(reduced) and shape.num_replicas > 1
+    # Full gradients of the block that backward has just left, whose reduce-scatter still runs.
+    leaving = np.append(0.0, block.leaving)
+    shards = reduced + (0.0 if joins else _sums_before(block.gradient))
+    if not accumulates:
+        return shards + 0.0 * leaving, leaving
+    gradients = _sums_before(block.full_gradient)
+    if finds_gradients:
+        # Gradients of all micro-batches; those of a block are freed when the next one's are reduced.
+        gradients = stage.total.full_gradient - gradients + leaving + shards
+    return gradients, 0.0 * leaving
+
+
+def _gathered_in_backward(shape: StepShape, stage: StageBuffers) -> tuple[Any, float]:
+    """Return the bytes of full weights during the backward of each block, and of those of blocks at the loss."""
+    outer, block = stage.outer.full, stage.blocks.full
+    if shape.config.parallel.reshard_after_forward is False:
+        # Forward leaves all blocks gathered, and backward frees one after the other.
+        gathered = outer + np.cumsum(block[::-1])[::-1]
+        return gathered, gathered[0] - outer if len(stage.layers) else 0.0
+    gathered, dense = outer + block, block - stage.expert_blocks.full
+    if not stage.layers:
+        return gathered, 0.0
+    # The next block is prefetched.
+    gathered[:-1] += dense[1:] * stage.kinds.has_next[:-1]
+    return gathered, dense[0]
 
 
 def _gathered_for_step(shape: StepShape, stage: StageBuffers) -> Iterator[tuple[str, _Held]]:
