@@ -189,6 +189,9 @@ def test_conversations_share_rows_and_are_truncated(tmp_path: Path) -> None:
     [
         ({"messages": []}, "chat.jsonl:1: expected a list of messages, each an object with role and content, got []"),
         ({"messages": [{"role": "user"}]}, "chat.jsonl:1: expected a message with role and content, got {'role'"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "chat.jsonl:1: expected a message with role and content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "expected a message with role and content"),
+        ({"messages": [{"from": "human", "value": 3}]}, "chat.jsonl:1: expected a message with role and content"),
         ({"text": "a"}, "chat.jsonl:1 has neither messages ('messages') nor a prompt with its completion"),
         ({"conversations": TURNS}, "its fields: conversations. Set data.name=chat and data.messages_field=conversati"),
         ({"question": "a", "answer": "b"}, "data.prompt_field=question and data.completion_field=answer"),

@@ -238,8 +238,12 @@ def test_a_wrong_column_and_a_missing_split_are_told(tmp_path: Path) -> None:
     (saved / "train" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(DataError, match=r"state\.json names files that do not exist: .*data-00001"):
         open_reader(saved)
-    (saved / "train" / "state.json").write_text("[]")
-    with pytest.raises(DataError, match=r"state\.json is damaged"):
+    for text in ("[]", '{"_data_files": 5}', '{"_data_files": ["a"]}'):
+        (saved / "train" / "state.json").write_text(text)
+        with pytest.raises(DataError, match=r"state\.json is damaged"):
+            open_reader(saved)
+    (saved / "dataset_dict.json").write_text('{"splits": 5}')
+    with pytest.raises(DataError, match=r"dataset_dict\.json is damaged: splits is not a list"):
         open_reader(saved)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"contains no file that ends in \.parquet or \.pq"):

@@ -73,6 +73,19 @@ def test_a_file_alone_has_the_usual_end_or_is_told_it(tmp_path: Path) -> None:
         FileTokenizer(unknown, "<z>")
 
 
+def test_damaged_files_of_a_directory_are_named(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "a", ("<x>",), begins=False, eos_token="<y>")
+    with pytest.raises(DataError, match=r"no token '<y>', which is its directory's eos_token; set data\.end_token"):
+        FileTokenizer(folder)
+    assert FileTokenizer(folder, "<x>").chat_template is None
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"chat_template\.jinja is damaged"):
+        FileTokenizer(folder, "<x>")
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").write_text('{"chat_template": ["a", {"name": "default", "template": "b"}]}')
+    assert FileTokenizer(folder, "<x>").chat_template == "b"
+
+
 def test_chunks_of_a_long_text_have_the_tokens_of_the_full_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,7 +220,7 @@ def _message_text(message: Message) -> str:
     content = message["content"]
     if isinstance(content, str):
         return content
-    return "".join(str(part["text"]) for part in content if part.get("type") == "text")
+    return "".join(part["text"] for part in content if part.get("type") == "text")
 
 
 def _environment(mark: str) -> Any:
@@ -435,8 +435,15 @@ def _message(given: dict[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in given.items() if value is not None}
     if "from" in message and "value" in message:
         speaker = str(message["from"])
-        return {"role": _ROLES.get(speaker, speaker), "content": message["value"]}
+        message = {"role": _ROLES.get(speaker, speaker), "content": message["value"]}
     role, content = message.get("role"), message.get("content", "" if "tool_calls" in message else None)
-    if not isinstance(role, str) or not isinstance(content, (str, list)):
+    if not isinstance(role, str) or not (isinstance(content, str) or _are_parts(content)):
         raise DataError(f"expected a message with role and content, got {given!r:.80}")
     return message | {"content": content}
+
+
+def _are_parts(content: Any) -> bool:
+    """Return whether the content of a message is a list of parts, those of type `text` with a text."""
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and (part.get("type") != "text" or isinstance(part.get("text"), str)) for part in content
+    )

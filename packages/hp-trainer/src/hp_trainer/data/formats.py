@@ -464,7 +464,7 @@ def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
         DataError: the split does not exist, or the folder's description is damaged.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = _described(folder / "dataset_dict.json", "splits")
+        splits = _described(folder / "dataset_dict.json", "splits", str)
         chosen = split or "train"
         if chosen not in splits:
             raise DataError(f"{folder} has no split {chosen!r}; its splits: {', '.join(splits)}")
@@ -472,18 +472,27 @@ def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
     if not (folder / "state.json").is_file():
         return None
     # The order of the description, which is that of the rows.
-    files = [folder / entry["filename"] for entry in _described(folder / "state.json", "_data_files")]
+    entries = _described(folder / "state.json", "_data_files", dict)
+    files = [folder / str(entry.get("filename")) for entry in entries]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise DataError(f"{folder / 'state.json'} names files that do not exist: {', '.join(missing)}")
     return files
 
 
-def _described(file: Path, key: str) -> Any:
+def _described(file: Path, key: str, kind: type) -> list[Any]:
+    """Return the list of this key in a JSON file, whose entries are of a kind.
+
+    Raises:
+        DataError: the file is damaged.
+    """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))[key]
+        found = json.loads(file.read_text(encoding="utf-8"))[key]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{file} is damaged: expected an object with the key {key!r}") from error
+    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+        raise DataError(f"{file} is damaged: {key} is not a list as `datasets` writes it")
+    return found
 
 
 def _open_ipc(source: Any) -> Any:

@@ -80,7 +80,7 @@ class FileTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.special_tokens = {name: text for name in _NAMED if (text := _token_text(settings.get(name))) is not None}
         self.chat_template = _chat_template(file.parent, settings) if path.is_dir() else None
-        self.separator = _find_end(file, vocabulary, end or self.special_tokens.get("eos_token"))
+        self.separator = _find_end(file, vocabulary, end, self.special_tokens.get("eos_token"))
         # The tokens that the tokenizer's post-processor adds before a text, such as `<s>`. Post-processors are opaque,
         # so a text is compared with and without added tokens.
         with self._panics_named():
@@ -181,18 +181,25 @@ def _token_text(value: Any) -> str | None:
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is damaged: {error}") from error
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, each with a name
-        template = next((one.get("template") for one in template if one.get("name") == "default"), None)
+        named = [one for one in template if isinstance(one, dict)]
+        template = next((one.get("template") for one in named if one.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 
-def _find_end(file: Path, vocabulary: dict[str, int], end: str | None) -> int:
-    if end is not None:
-        if end not in vocabulary:
-            raise DataError(f"{file} has no token {end!r}, which data.end_token names")
-        return vocabulary[end]
+def _find_end(file: Path, vocabulary: dict[str, int], end: str | None, of_directory: str | None) -> int:
+    """Return the token that ends a document: `end`, else the directory's `eos_token`, else one with a usual name."""
+    wanted = end or of_directory
+    if wanted is not None:
+        if wanted not in vocabulary:
+            origin = "data.end_token names" if end else "is its directory's eos_token; set data.end_token to one it has"
+            raise DataError(f"{file} has no token {wanted!r}, which {origin}")
+        return vocabulary[wanted]
     known = next((name for name in _KNOWN_ENDS if name in vocabulary), None)
     if known is None:
         raise DataError(f"{file} names no end token; set it with data.end_token")
