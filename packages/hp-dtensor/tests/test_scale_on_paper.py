@@ -9,7 +9,7 @@ import pytest
 
 from hp_dtensor import DeviceMesh, Replicate, Shard, TensorSpec, fake_world, plan_redistribute
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.redistribute import planner
+from hp_dtensor.redistribute import plan_across, planner
 
 NAMES = ("pp", "dp", "cp", "tp")
 SMALL, LARGE = (1, 2, 2, 2), (16, 64, 32, 32)
@@ -83,3 +83,24 @@ def test_planning_a_model_costs_the_same_for_eight_and_for_a_million_ranks(monke
         with fake_world(1_048_576, rank):
             # More steps are worth planning where an axis has more than one rank; anything per rank would be far more.
             assert calls(plan_a_model, LARGE) <= small * 2
+
+
+def send_to_the_other_half(ranks):
+    """Plan the messages of this rank, and the bytes of all, from the first half of the ranks to the second."""
+    half = ranks // 2
+    first, second = (DeviceMesh("cpu", (half,), ranks=range(start, start + half)) for start in (0, half))
+    for source, target in ((R, S0), (S0, S0), (S0, R)):
+        specs = (TensorSpec(mesh, (p,), (4 * half, 2), None) for mesh, p in ((first, source), (second, target)))
+        plan = plan_across(*specs)
+        received = 4 * half * 2 * (half if target is R else 1)
+        assert plan.wire_bytes == received * 4 / ranks
+        assert any(plan._sends) or plan._receives
+
+
+@pytest.mark.parametrize("of_receiver", [False, True])
+def test_planning_between_meshes_takes_time_linear_in_their_ranks(of_receiver):
+    counts = []
+    for ranks in (64, 512):
+        with fake_world(ranks, rank=ranks // 2 if of_receiver else 0):
+            counts.append(calls(send_to_the_other_half, ranks))
+    assert counts[1] <= 8 * 1.2 * counts[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +29,9 @@ from hp_dtensor.redistribute.exchange import (
 )
 from hp_dtensor.redistribute.plan import RedistributePlan
 from hp_dtensor.redistribute.planner import plan_between
+from hp_dtensor.redistribute.segments import segments, shardings_of
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
-from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec, cached_by_spec
+from hp_dtensor.spec.tensor_spec import Ranges, TensorSpec, cached_by_spec, join_ranges
 
 Tensor = Any
 
@@ -116,15 +118,16 @@ class AcrossPlan:
     def _sends(self) -> list[Region | None]:
         """The region of this rank's local tensor for each rank of the group, or None."""
         source, me = self.before.target, self.source.mesh.world.rank
+        coordinate = source.mesh.get_coordinate()
         result: list[Region | None] = [None] * len(self.ranks)
-        if source.mesh.get_coordinate() is None:
+        if coordinate is None:
             return result
         held = source.ranges()
         for receiver, wanted in self._target_ranges.items():
             common = tuple(_common(a, b) for a, b in zip(wanted, held, strict=True))
-            if all(common) and me == self._sender(receiver, source.mesh.get_coordinate()):
+            if all(common) and me == self._sender(receiver, coordinate):
                 runs = tuple(runs_in(a, b) for a, b in zip(common, held, strict=True))
-                result[self.ranks.index(receiver)] = Region(runs, [size_of(each) for each in held])
+                result[self._group_ranks[receiver]] = Region(runs, [size_of(each) for each in held])
         return result
 
     @functools.cached_property
@@ -139,26 +142,41 @@ class AcrossPlan:
             if all(common):
                 runs = tuple(runs_in(a, b) for a, b in zip(common, wanted, strict=True))
                 sizes = [size_of(each) for each in wanted]
-                result[self.ranks.index(self._sender(me, coordinate))] = Region(runs, sizes)
+                result[self._group_ranks[self._sender(me, coordinate)]] = Region(runs, sizes)
         return result
 
     @functools.cached_property
     def _elements(self) -> int:
-        """Number of elements that all ranks together receive from others: O(target ranks * source shards)."""
+        """Number of elements that all ranks together receive from others."""
         total = 0
         for receiver, wanted in self._target_ranges.items():
-            for coordinate, held in self._owners:
-                if self._sender(receiver, coordinate) != receiver:
-                    total += math.prod(size_of(_common(a, b)) for a, b in zip(wanted, held, strict=True))
+            # Every element of the source has one owner. A rank receives it from another one unless it holds it itself.
+            total += math.prod(map(size_of, wanted))
+            if receiver in self._source_ranges:
+                held = self._source_ranges[receiver]
+                total -= math.prod(size_of(_common(a, b)) for a, b in zip(wanted, held, strict=True))
         return total
+
+    @functools.cached_property
+    def _coordinates(self) -> dict[int, tuple[int, ...]]:
+        """Global rank -> its coordinate in the source's mesh."""
+        mesh = self.source.mesh
+        return {mesh.rank_at(where): where for where in itertools.product(*map(range, mesh.shape))}
+
+    @functools.cached_property
+    def _group_ranks(self) -> dict[int, int]:
+        """Global rank -> its rank in the group of the exchange."""
+        return {rank: i for i, rank in enumerate(self.ranks)}
 
     @functools.cached_property
     def _target_ranges(self) -> dict[int, tuple[Ranges, ...]]:
         """Global rank -> the index ranges that it will hold after the exchange, for ranks that will hold elements."""
-        spec = self.after.source
-        coordinates = itertools.product(*map(range, spec.mesh.shape))
-        held = {spec.mesh.rank_at(where): spec.ranges(where) for where in coordinates}
-        return {rank: ranges for rank, ranges in held.items() if all(ranges)}
+        return {rank: ranges for rank, ranges in _ranges_by_rank(self.after.source).items() if all(ranges)}
+
+    @functools.cached_property
+    def _source_ranges(self) -> dict[int, tuple[Ranges, ...]]:
+        """Global rank -> the index ranges that it holds before the exchange."""
+        return _ranges_by_rank(self.before.target)
 
     @functools.cached_property
     def _owners(self) -> list[tuple[tuple[int, ...], tuple[Ranges, ...]]]:
@@ -167,22 +185,23 @@ class AcrossPlan:
         choices = [
             range(n) if p.is_shard() else range(1) for n, p in zip(spec.mesh.shape, spec.placements, strict=True)
         ]
-        return [(where, spec.ranges(where)) for where in itertools.product(*choices)]
+        return [(where, self._source_ranges[spec.mesh.rank_at(where)]) for where in itertools.product(*choices)]
 
-    def _sender(self, receiver: int, owner: Sequence[int] | None) -> int:
+    def _sender(self, receiver: int, owner: Sequence[int]) -> int:
         """Return the global rank that sends the shard at coordinate `owner` to `receiver`.
 
         It is the receiver itself if that holds the shard too, otherwise one of the replicas, in turns.
         """
-        assert owner is not None
         spec = self.before.target
-        replicas = [
-            range(n) if p.is_replicate() else (owner[a],)
-            for a, (n, p) in enumerate(zip(spec.mesh.shape, spec.placements, strict=True))
-        ]
-        ranks = [spec.mesh.rank_at(where) for where in itertools.product(*replicas)]
+        replicated = [axis for axis, placement in enumerate(spec.placements) if placement.is_replicate()]
+        own = self._coordinates.get(receiver)
+        if own is not None and all(axis in replicated or own[axis] == c for axis, c in enumerate(owner)):
+            return receiver
         # Sender and receiver compute the same rank, and the receivers are spread over the replicas.
-        return receiver if receiver in ranks else ranks[self.ranks.index(receiver) % len(ranks)]
+        turn, where = self._group_ranks[receiver], list(owner)
+        for axis in reversed(replicated):
+            turn, where[axis] = divmod(turn, spec.mesh.shape[axis])
+        return spec.mesh.rank_at(where)
 
     def __str__(self) -> str:
         meshes = f"{self.source.mesh.describe()} -> {self.target.mesh.describe()}"
@@ -196,6 +215,8 @@ class AcrossPlan:
 @cached_by_spec(maxsize=256)
 def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
     """Return the plan from one mesh to another of the same world. Plans are cached.
+
+    Planning and the first run take time linear in the number of ranks of both meshes.
 
     Raises:
         PlacementError: different shapes, or meshes of different worlds.
@@ -232,6 +253,22 @@ def _exchangeable(spec: TensorSpec, divide: bool) -> TensorSpec:
         else:
             result.append(placement)
     return spec.with_placements(result)
+
+
+def _ranges_by_rank(spec: TensorSpec) -> dict[int, tuple[Ranges, ...]]:
+    """Return the index ranges of every global rank of the mesh, per dimension; empty where it holds nothing."""
+    by_dim = []
+    for dim, size in enumerate(spec.shape):
+        shardings = shardings_of(spec.placements, dim)
+        held: dict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
+        # Once for all ranks: `spec.ranges` divides the dimension again for each of them.
+        for start, stop, coordinates in segments(size, shardings, spec.mesh.shape):
+            held[coordinates].append((start, stop))
+        by_dim.append(([axis for axis, _ in shardings], {where: join_ranges(held[where]) for where in held}))
+    return {
+        spec.mesh.rank_at(where): tuple(ranges.get(tuple([where[a] for a in axes]), ()) for axes, ranges in by_dim)
+        for where in itertools.product(*map(range, spec.mesh.shape))
+    }
 
 
 def _common(first: Ranges, second: Ranges) -> Ranges:
