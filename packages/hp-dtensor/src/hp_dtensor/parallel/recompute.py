@@ -278,6 +278,7 @@ class _Recomputation:
         self.is_over = False
 
     def save(self, x: Tensor) -> SavedTensor:
+        """Fill the next placeholder with `x`, which may be part of the graph of the recomputation."""
         # MindSpore counts writes to a detached tensor separately, so the original is checked at the end.
         self._saved.append(SavedReference(self._platform, x))
         with self._platform.no_grad():
@@ -285,6 +286,7 @@ class _Recomputation:
             return self.save_detached(self._platform.detach(x))
 
     def save_detached(self, x: Tensor) -> SavedTensor:
+        """Fill the next placeholder with a tensor outside the graph, and stop the function at the last one."""
         index, self._index = self._index, self._index + 1
         # Shape, dtype and the position among saved values identify a saved tensor without comparing data.
         form = _form(self._call, x)

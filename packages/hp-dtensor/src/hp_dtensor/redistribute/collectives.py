@@ -251,6 +251,7 @@ def _kind(step: Step, x: Tensor) -> Hashable:
 
 
 def _run_together(steps: Sequence[Any], locals_: Sequence[Tensor]) -> list[Tensor]:
+    """Run steps of one kind as one collective, and add rank and mesh to its errors."""
     first = steps[0]
     try:
         if len(steps) == 1:

@@ -381,6 +381,7 @@ class _StagePlanner:
         self.factors = _average_factors(source, target) if self.op == "sum" else (1, 1)
 
     def stage(self) -> Stage:
+        """Return the steps out of ragged shards, those of the search, those into ragged shards, and a scale."""
         # Averages and sums move the same bytes. So the search knows sums only, and one scale at the end turns them
         # into averages, or averages into sums.
         first, last = self._plain(self.source.placements), self._plain(self.target.placements, self.source.placements)

@@ -265,21 +265,9 @@ def strategies(
         )
         # Sharding a factor of one element is valid but idles all ranks but one. An input that is sharded so may stay.
         if (rule.sizes[factor] > 1 or stays) and rule.can_shard(factor):
-            nested = factor in sharded_already
-            kinds: list[Placement] = []
-            if rule.can_shard_in_chunks(factor, ranks * sharded_already.get(factor, 1)):
-                kinds.append(Shard(0))
-            beside = [sharded_already[other] for other in rule.neighbors(factor) if other in sharded_already]
-            if rule.is_inner(factor) and math.inf in beside:
-                continue  # how many chunks of a strided shard ragged units leave differs between ranks
-            if not rule.is_inner(factor) and not beside:
-                # An input that an earlier axis redistributes does not have its current ragged units on this axis.
-                usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
-                kinds += _ragged_kinds(rule, factor, usable, ranks, nested)
-            kinds += _strided_kinds(rule, factor, current)
-            place_picked = _place_picked(rule, factor, ranks, nested, span_of)
+            place_picked = _place_picked(rule, factor, ranks, factor in sharded_already, span_of)
             on_dim = functools.partial(_on_dim, rule, factor, sharded_already)
-            for kind in dict.fromkeys(kinds):
+            for kind in _kinds(rule, factor, current, ranks, sharded_already, untouched):
                 inputs = _input_placements(rule, factor, kind, current, on_dim)
                 outputs = tuple(
                     _output_placement(rule, factor, kind, dims, place_picked, on_dim) for dims in rule.outputs
@@ -289,6 +277,28 @@ def strategies(
     # one that still has to be reduced.
     found += _partial_inputs(rule)
     return found
+
+
+def _kinds(
+    rule: Factorization,
+    factor: str,
+    current: Sequence[Placement],
+    ranks: int,
+    sharded_already: Mapping[str, float],
+    untouched: Sequence[bool],
+) -> Iterable[Placement]:
+    """Return the ways to shard a factor on one mesh axis, as placements of dimension 0; see `strategies`."""
+    beside = [sharded_already[other] for other in rule.neighbors(factor) if other in sharded_already]
+    # Ragged units leave different numbers of chunks of a strided shard to the ranks.
+    if rule.is_inner(factor) and math.inf in beside:
+        return ()
+    in_chunks = rule.can_shard_in_chunks(factor, ranks * sharded_already.get(factor, 1))
+    kinds: list[Placement] = [Shard(0)] if in_chunks else []
+    if not rule.is_inner(factor) and not beside:
+        # An input that an earlier axis redistributes does not have its current ragged units on this axis.
+        usable = [p if same else REPLICATE for p, same in zip(current, untouched, strict=True)]
+        kinds += _ragged_kinds(rule, factor, usable, ranks, factor in sharded_already)
+    return dict.fromkeys([*kinds, *_strided_kinds(rule, factor, current)])
 
 
 def _place_picked(
@@ -351,6 +361,7 @@ def _chunks(size: int, ranks: int) -> tuple[int, ...]:
 def _input_placements(
     rule: Factorization, factor: str, kind: Placement, current: Sequence[Placement], on_dim: Callable[..., Placement]
 ) -> tuple[Placement, ...]:
+    """Return the placements that the inputs need if `factor` is sharded as `kind`."""
     placements = [on_dim(kind, dims, now) for dims, now in zip(rule.inputs, current, strict=True)]
     if factor not in rule.partial.reduced or rule.partial.reduced[factor] != "sum" or factor in rule.partial.complete:
         return tuple(placements)
@@ -370,6 +381,7 @@ def _output_placement(
     place_picked: _PlacePicked,
     on_dim: Callable[..., Placement],
 ) -> Placement:
+    """Return the placement of an output with factors `dims` if `factor` is sharded as `kind`."""
     dim = rule.dim_of(dims, factor)
     if dim is None:
         return REPLICATE if factor in rule.partial.complete else Partial(rule.partial.reduced[factor])

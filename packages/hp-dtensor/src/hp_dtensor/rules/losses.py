@@ -43,6 +43,7 @@ def register(registry: RuleRegistry) -> None:
 
 
 def _loss(call: OpCall) -> Factorization:
+    """Reduce a pointwise loss of tensors of one shape; any dimension may be sharded, and the result is partial."""
     shapes = {spec.shape for spec in call.tensors}
     if len(shapes) != 1 or call.arguments.get("size_average") is not None or call.arguments.get("reduce") is not None:
         raise call.needs_replicated("its rule needs tensors of one shape and no size_average")

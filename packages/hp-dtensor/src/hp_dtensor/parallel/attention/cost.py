@@ -172,6 +172,7 @@ def choose_context_parallel(
 def _costs_of(
     shape: AttentionShape, ranks: int, degree: int, method: str | None, links: Links, axis: str, flops: float
 ) -> Iterator[ContextCost]:
+    """Yield the cost of each method by which ranks share the sequence if `degree` of them exchange heads."""
     # Without a causal mask all tokens cost the same, and contiguous spans need fewer kernel calls.
     is_balanced = shape.causal or shape.documents is not None
     sharding = SequenceSharding(length=shape.length, ranks=ranks, ulysses_degree=degree, balanced=is_balanced)

@@ -152,6 +152,7 @@ class _Ring:
         return self.plan.indices[owner % self.size]
 
     def block(self, message: Tensor, owner: int) -> Block:
+        """Return the keys and values, or their gradients, in a message about the block of rank `owner`."""
         key, value = unpack(self.platform, message, self.shapes(owner))
         return key, value
 
@@ -167,6 +168,7 @@ class _Ring:
 
 
 def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
+    """Return attention and its log-sum-exp. In hop h this rank computes on the block of rank me - h."""
     me, reach = ring.rank, ring.plan.reach
     here: Tensor | None = ring.own
     found = PartialAttention(ring.platform, q, ring.block(ring.own, me)[1])
@@ -240,6 +242,7 @@ class _GradientSums:
         self._sent: Tensor | None = None
 
     def pass_on(self, hop: int, grads: SpanTensors | None) -> None:
+        """Add this rank's gradients of the present block (None: it is not used) to its sum, and send that on."""
         ring, plan, me = self.ring, self.ring.plan, self.ring.rank
         self._work.wait()
         total = self._coming
