@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol
@@ -71,6 +72,12 @@ def coordinator(group: Group, what: str, do: Callable[[], Any], error: type[HPEr
         HPError: of class `error`, on every rank if `do` failed.
     """
     return all_ranks(group, what, do if group.rank == 0 else lambda: None, error)[0]
+
+
+def report(line: str) -> None:
+    """Print a line for the user to stderr. A stderr that is closed or full does not end a run."""
+    with contextlib.suppress(OSError):
+        print(f"hp-train: {line}", file=sys.stderr, flush=True)
 
 
 class Interrupted(KeyboardInterrupt):

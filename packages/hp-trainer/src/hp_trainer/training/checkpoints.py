@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hp_trainer._coordination import all_ranks, coordinator
+from hp_trainer._coordination import all_ranks, coordinator, report
 from hp_trainer.checkpoint import Checkpoint, PendingSave, Storage, find_latest, list_checkpoints, set_aside_newer
 from hp_trainer.checkpoint.index import step_of
 from hp_trainer.config import to_plain
@@ -180,7 +179,7 @@ class TrainingCheckpoints:
 
     def _report(self, line: str) -> None:
         if self._setup.mesh.world.rank == 0:
-            print(f"hp-train: {line}", file=sys.stderr, flush=True)
+            report(line)
 
     def values(self, progress: Progress) -> dict[str, Any]:
         """Return the state that is not tensors, as JSON values."""

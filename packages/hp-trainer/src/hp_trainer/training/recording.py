@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from hp_dtensor.debug.recording import MOST_ELEMENTS, ROOT, append
 from hp_dtensor.exceptions import RecordingError
 from hp_dtensor.parallel.attention import SequenceSharding
 from hp_moe import LoadMetrics
-from hp_trainer._coordination import all_ranks, coordinator
+from hp_trainer._coordination import all_ranks, coordinator, report
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.models.hugging_face.reference import views_of_model
 from hp_trainer.run import RunFolder
@@ -77,7 +76,7 @@ class StepRecorder:
             self._is_done_comparing = True
             if self._world.rank == 0:
                 message = f"{training.compare_with} ends at step {self._last}; steps from {step} on are not compared"
-                print(f"hp-train: {message}", file=sys.stderr, flush=True)
+                report(message)
         is_compared = training.compare_with is not None and not self._is_done_comparing
         return is_compared or step <= (training.record_steps or 0)
 
@@ -136,7 +135,7 @@ class StepRecorder:
         asked = training.record_elements if number == last and self._world.rank == 0 else None
         if asked is not None and not any(event.elements for event in steps[number]):
             message = f"no tensor {asked!r} of at most {MOST_ELEMENTS} elements was recorded"
-            print(f"hp-train: training.record_elements: {message}", file=sys.stderr, flush=True)
+            report(f"training.record_elements: {message}")
         if self._setup.config.training.compare_with is not None:
             self._compare(number)
         # The weights before a step are needed for its updates only.
@@ -202,7 +201,7 @@ class StepRecorder:
             raise TrainingError(message)
         self._is_done_comparing = True
         if self._world.rank == 0:
-            print(f"hp-train: {message}", file=sys.stderr, flush=True)
+            report(message)
 
 
 def read_recording(path: str) -> Recording:

@@ -21,7 +21,6 @@ import queue
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -36,6 +35,7 @@ from hp_dtensor.comm.world import World, current_world
 from hp_dtensor.exceptions import CollectiveError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of
+from hp_trainer._coordination import report
 from hp_trainer._files import strict_json
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import TrainingError
@@ -350,7 +350,7 @@ class StateCopies:
             what = (
                 f"the copies of step {self._step} are not complete after {num_steps} steps, which a death would repeat"
             )
-            _report(f"rank {exchange.rank}: {what}{which}")
+            report(f"rank {exchange.rank}: {what}{which}")
 
     def is_due(self, step: int) -> bool:
         """Return whether to take a snapshot after a step. The same on all ranks."""
@@ -591,7 +591,7 @@ class _Exchange:
             try:
                 thread.start()
             except RuntimeError as error:
-                _report(f"rank {self.rank} cannot receive copies now: {error}")
+                report(f"rank {self.rank} cannot receive copies now: {error}")
                 connection.close()
                 continue
             self._threads.append(thread)
@@ -623,7 +623,7 @@ class _Exchange:
         except Exception as error:
             # Closed, so that the other rank sends it again.
             connection.close()
-            _report(f"rank {self.rank} could not take a copy of another rank's state: {type(error).__name__}: {error}")
+            report(f"rank {self.rank} could not take a copy of another rank's state: {type(error).__name__}: {error}")
 
 
 def _read(connection: socket.socket, buffer: np.ndarray) -> np.ndarray:
@@ -635,8 +635,3 @@ def _read(connection: socket.socket, buffer: np.ndarray) -> np.ndarray:
             raise ConnectionError("the connection was closed")
         view = view[count:]
     return buffer
-
-
-def _report(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"hp-train: {line}", file=sys.stderr, flush=True)

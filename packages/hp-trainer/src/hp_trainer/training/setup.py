@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_empty_weights, init_parameters, materialize
 from hp_fsdp import GradScaler
-from hp_trainer._coordination import Group, all_ranks
+from hp_trainer._coordination import Group, all_ranks, report
 from hp_trainer._files import strict_json
 from hp_trainer.checkpoint import Checkpoint
 from hp_trainer.config import TrainerConfig, matches_any
@@ -276,9 +275,9 @@ def _within_budget(
     plan = plan_activations(config, dims, kinds, fused_experts=fused, rates=rates)
     if mesh.world.rank == 0:
         if rates is not ESTIMATED:
-            print(f"hp-train: activations: {rates.describe()}", file=sys.stderr, flush=True)
+            report(f"activations: {rates.describe()}")
         for line in plan.describe():
-            print(f"hp-train: activations: {line}", file=sys.stderr, flush=True)
+            report(f"activations: {line}")
     return plan.of_layers()
 
 

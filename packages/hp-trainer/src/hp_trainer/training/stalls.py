@@ -25,6 +25,7 @@ from typing import Any, Self
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.platform.selection import platform_plugins
+from hp_trainer import _coordination
 from hp_trainer._files import read_plain_text, write_atomically
 from hp_trainer.exceptions import (
     CheckpointError,
@@ -69,7 +70,7 @@ class StallWatch:
     ) -> None:
         self._folder, self._world, self._timeout = folder, world, timeout_seconds
         self._module_names = module_names
-        self._report = report or _to_stderr
+        self._report = report or _coordination.report
         # The watch is created by the thread that trains.
         self._main = threading.get_ident()
         self._phase, self._step, self._since = "start", 0, time.monotonic()
@@ -204,11 +205,6 @@ def _name_of(ranks: tuple[int, ...]) -> str:
         return f"{ranks[0]}-{ranks[-1]}"
     text = ",".join(str(rank) for rank in ranks)
     return text if len(text) <= 60 else f"{text[:50]},... ({len(ranks)} ranks)"
-
-
-def _to_stderr(line: str) -> None:
-    with contextlib.suppress(OSError):
-        print(f"hp-train: {line}", file=sys.stderr, flush=True)
 
 
 _SHOWN_RANKS = 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
-from hp_trainer._coordination import StopRequest, all_ranks, coordinator, stop_requests
+from hp_trainer._coordination import StopRequest, all_ranks, coordinator, report, stop_requests
 from hp_trainer.checkpoint import PendingSave
 from hp_trainer.config import TrainerConfig
 from hp_trainer.data import Batch
@@ -302,7 +301,7 @@ class Trainer:
         else:
             self._step.discard()
             if self.setup.mesh.world.rank == 0:
-                print(f"hp-train: {verdict}", file=sys.stderr, flush=True)
+                report(str(verdict))
         self._rolls_back = verdict.action == "rollback"
         return verdict, norm, updated
 
@@ -459,7 +458,7 @@ class Trainer:
     def _report_step(self, record: StepRecord) -> None:
         if self._last.step == 0 and self.setup.mesh.world.rank == 0:
             for reason in self._step.dispatch_reasons():
-                print(f"hp-train: tokens are dispatched by {reason}", file=sys.stderr, flush=True)
+                report(f"tokens are dispatched by {reason}")
         self._last = record
         for tracker in self._trackers:
             tracker.step(record)
