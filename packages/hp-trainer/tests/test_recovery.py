@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,6 +175,28 @@ def test_a_damaged_checkpoint_after_the_copies_is_not_one_of_theirs(
     checkpoints = cast(TrainingCheckpoints, SimpleNamespace(_storage=storage))
     assert TrainingCheckpoints.newest_step(checkpoints, 150) == 100
     assert TrainingCheckpoints.newest_step(checkpoints, 99) is None
+
+
+def test_a_snapshot_holds_one_copy_of_a_tensor_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors of a device, copies of all of them beside the snapshot would double its memory."""
+    tensors = {"a": np.arange(7, dtype=np.float32), "b": np.zeros((0, 3), np.uint16), "c": np.full((2, 3), True)}
+    copies: list[weakref.ref[np.ndarray]] = []
+    alive: list[int] = []
+
+    def to_numpy(x: np.ndarray) -> np.ndarray:
+        alive.append(sum(ref() is not None for ref in copies))
+        copies.append(weakref.ref(copy := x.copy()))
+        return copy
+
+    platform = SimpleNamespace(to_numpy=to_numpy, itemsize=lambda dtype: dtype.itemsize, dtype_name=str)
+    setup = cast(RankSetup, SimpleNamespace(platform=platform))
+    monkeypatch.setattr(recovery, "_state", lambda setup: iter(tensors.items()))
+    snapshot = Snapshot.take(setup, 1, {"step": 3}, lambda size: np.empty(size, np.uint8))
+    assert max(alive) <= 1
+    assert (snapshot.step, snapshot.data.nbytes) == (3, 128)
+    for name, _, _, dtype, shape, offset in json.loads(snapshot.header)["tensors"]:
+        found = snapshot.data[offset : offset + tensors[name].nbytes].view(dtype).reshape(shape)
+        np.testing.assert_array_equal(found, tensors[name])
 
 
 class Short(StateCopies):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import queue
@@ -90,15 +91,15 @@ class Snapshot:
             values: JSON values to restore with it.
             memory: returns uint8 memory of this many bytes for `data`.
         """
-        arrays, tensors, size = [], [], 0
+        platform, tensors, offset = setup.platform, [], 0
+        locals_ = (local_of(platform, tensor) for _, tensor in _state(setup))
+        data = memory(sum(_aligned(math.prod(x.shape) * platform.itemsize(x.dtype)) for x in locals_))
+        # One tensor after the other: on a device, copies of all of them would take the host's memory twice.
         for name, tensor in _state(setup):
-            array = setup.platform.to_numpy(local_of(setup.platform, tensor))
-            tensors.append([*_kind_of(setup, name, tensor), array.dtype.name, list(array.shape), size])
-            arrays.append(array)
-            size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        data = memory(size)
-        for array, (*_, offset) in zip(arrays, tensors, strict=True):
+            array = platform.to_numpy(local_of(platform, tensor))
             data[offset : offset + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+            tensors.append([*_kind_of(setup, name, tensor), array.dtype.name, list(array.shape), offset])
+            offset += _aligned(array.nbytes)
         return cls(number, strict_json({"values": dict(values), "tensors": tensors}).encode(), data)
 
     def restore(self, setup: RankSetup) -> dict[str, Any]:
@@ -176,6 +177,10 @@ class _LastingSnapshot:
         if self._map is None or len(self._map) != _ALIGNMENT + size:
             self._map = mmap.mmap(self._file, _ALIGNMENT + size)
         return np.frombuffer(self._map, np.uint8)[_ALIGNMENT:]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _state(setup: RankSetup) -> Any:
