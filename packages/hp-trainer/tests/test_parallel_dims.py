@@ -310,3 +310,13 @@ def test_costs_of_a_long_sequence_are_those_counted_on_all_of_it(method) -> None
 def test_degrees_may_be_given_by_position() -> None:
     by_name = ParallelDims(dp_replicate=1, dp_shard=2, cp=2, tp=2, ulysses_degree=2, world_size=8)
     assert ParallelDims(1, 2, 2, 2, 1, 1, 1, 2, 8) == by_name
+
+
+@pytest.mark.parametrize(("setting", "value"), [("ep_copies", 2), ("ep_move_interval", 5)])
+def test_placement_by_loads_is_refused_with_adapters_which_record_none(setting: str, value: int) -> None:
+    dims = ParallelDims(dp_shard=2, ep=2, world_size=2, **{setting: value})
+    for rank, number in ((None, 0), (8, 1)):
+        model = SimpleNamespace(num_experts=4, lora=SimpleNamespace(rank=rank))
+        found = [problem for problem in dims.model_problems(model) if problem.path == setting]
+        assert len(found) == number
+    assert "has no effect with adapters" in found[0].what

@@ -81,6 +81,11 @@ def find_model_problems(dims: Any, model: Any, seq_len: int | None = None) -> It
     if dims.pp > 1 and getattr(config, "routing", None) == "hash":
         what = "routing = hash chooses experts by token ids, which only the first stage has"
         yield Problem(path="pp", what=what, expected="1, or another routing", got=str(dims.pp), hint="pp=1")
+    if getattr(getattr(config, "lora", None), "rank", None) is not None:
+        for field, none in (("ep_copies", "0"), ("ep_move_interval", "null")):
+            if value := getattr(dims, field, None):
+                what = "has no effect with adapters, which freeze routers: the loads of experts are not recorded then"
+                yield Problem(path=field, what=what, expected=none, got=str(value), hint=f"{field}={none}")
     if seq_len is not None and seq_len % (dims.cp * dims.tp):
         yield _sequence_problem(seq_len, dims.cp, dims.tp)
 
