@@ -269,7 +269,7 @@ def draw_layout(config: dict[str, Any], world_size: int, lost_replicas: int = 0)
     Args:
         config: the resolved configuration as plain dicts.
         world_size: number of ranks of the job.
-        lost_replicas: replicas of the configuration that are not among them.
+        lost_replicas: replicas of the configuration whose ranks the job has lost.
     """
     parallel, model = dict(config.get("parallel", {})), config.get("model", {})
     try:
@@ -338,7 +338,7 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
 
 
 def slow_ranks(events: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return a row for each time in which ranks were slow: who, from and to which step, how slow at most, in what."""
+    """Return a row per period of slow ranks: ranks, first and last step, largest factor, kind of work."""
     found: dict[tuple[tuple[int, ...], int], list[Any]] = {}
     # Ranks remain named until the next exchange of times, which says of the steps up to it whether they were slow.
     for event in (each for each in events if each.get("rank_seconds")):
@@ -353,7 +353,7 @@ def slow_ranks(events: Sequence[dict[str, Any]]) -> list[list[str]]:
 def rank_seconds(events: Sequence[dict[str, Any]]) -> str:
     """Return the HTML of the times of each rank by kind; empty where they were not measured.
 
-    Of many ranks it shows those with most time of their own, the slowest first.
+    Of more than `MOST_RANKS` ranks it shows those with the most time of their own work, the slowest first.
     """
     measured = [event["rank_seconds"] for event in events if event.get("rank_seconds")]
     if not measured:

@@ -94,11 +94,14 @@ class LanguageModel(Protocol):
         """
 
     def after_optimizer_step(self, all_gather_object: Callable[[Any], list[Any]] | None = None) -> Mapping[str, float]:
-        """Update what the optimizer does not; return metrics, equal on all ranks. Called after each optimizer step.
+        """Update state that the optimizer does not, such as routers' biases, after each optimizer step.
 
         Args:
             all_gather_object: gathers one JSON value from each rank of a pipeline, for metrics over all stages; None:
                 this is the full model.
+
+        Returns:
+            Metrics by name, equal on all ranks.
         """
 
 

@@ -195,7 +195,7 @@ class TrainingCheckpoints:
         }
 
     def load_values(self, state: Mapping[str, Any], *, reset: bool = False) -> None:
-        """Load what `values` returned; with `reset` not the optimizer's number of updates."""
+        """Load the result of `values`; with `reset` all but the optimizer's number of updates."""
         if not reset:
             # May be smaller than the run's step: discarded and overflowed steps do not count for bias correction.
             self._setup.optimizer.num_steps = state["optimizer_steps"]

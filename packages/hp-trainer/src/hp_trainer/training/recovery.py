@@ -542,7 +542,7 @@ class _Exchange:
             thread.join()
 
     def _deliver(self) -> None:
-        """Send what is in the outbox, in order, each until it succeeds. The loop of the sender's thread."""
+        """Send the messages of the outbox in order, each until it succeeds. The loop of the sender's thread."""
         while (message := self._outbox.get()) is not None:
             rank, snapshot, kind, done = message
             while not self._closed.is_set():

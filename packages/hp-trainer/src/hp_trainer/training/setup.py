@@ -226,7 +226,7 @@ def build_model(
         raise_on_all_ranks(problems, _all_gather_object(plan, mesh))
     if config.training.activation_budget is not None:
         model.recompute = _within_budget(config, platform, dims, mesh)
-    # After `parallelize`: what is allocated now is the shards.
+    # After `parallelize`, so that only the shards are allocated.
     materialize(model, buffers=lambda name, shape, dtype: platform.zeros(shape, dtype), platform=platform)
     if weights:
         give_initial_weights(model, config, platform)

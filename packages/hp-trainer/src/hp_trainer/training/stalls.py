@@ -264,8 +264,11 @@ def read_reports(folder: Path) -> dict[int, StallReport]:
 def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
     """Return which ranks the others wait for, and where those wait.
 
-    Ranks without a report are stopped, dead or unreachable. Of the others, those are behind that have started fewer
-    collectives in a group than other ranks of the group.
+    Ranks without a report are stopped, dead or unreachable. If there are none, the others wait for the rank that is
+    behind by the most collectives.
+
+    Args:
+        size: number of ranks of the job.
     """
     silent = [rank for rank in range(size) if rank not in reports]
     if not reports:
@@ -285,7 +288,7 @@ def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
 
 
 def _behind(reports: Mapping[int, StallReport]) -> dict[int, str]:
-    """Return the ranks that have started fewer collectives in a group than others, each with an explanation."""
+    """Return the ranks that lack the most collectives compared with the others of their groups, with the reason."""
     most: dict[str, tuple[int, str]] = {}
     for report in reports.values():
         for group, call in report.calls.items():

@@ -33,7 +33,7 @@ class TransformersConfig:
 
 
 def reference_names(folder: Path, options: DecoderConfig) -> dict[str, str]:
-    """Return the decoder's name of each parameter and module that a model of transformers stores alike.
+    """Return transformers' names of parameters and modules -> the decoder's, where both have the same tensors.
 
     Names are missing where one tensor of transformers has several of the decoder (see `reference_views`).
 
@@ -106,6 +106,7 @@ def _pieces(folder: Path, options: DecoderConfig) -> Iterator[tuple[str, Piece]]
 
 
 def _is_alike(piece: Piece) -> bool:
+    """Return whether both models have the same tensor: not a slice, not transposed."""
     return piece.shape == piece.box.shape and piece.order == tuple(range(len(piece.shape)))
 
 
@@ -124,7 +125,7 @@ def _modules(theirs: str, ours: str) -> Iterator[tuple[str, str]]:
 
 
 def their_modules(modules: Iterable[str], names: dict[str, str]) -> list[str]:
-    """Return the names that modules of the decoder have in the trained model of transformers, if it has them alike.
+    """Return the names of modules of the decoder in the trained model of transformers, without those it lacks.
 
     Args:
         names: see `reference_names`.
