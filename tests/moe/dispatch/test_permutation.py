@@ -78,3 +78,28 @@ def test_scores_follow_their_copies(platform, keys):
     expected = numpy.zeros(keys.size)
     expected[entries] = grad[:, 0]
     numpy.testing.assert_array_equal(platform.to_numpy(got), expected.reshape(keys.shape))
+
+
+def test_copies_are_summed_in_the_order_of_slots(platform):
+    """(1e8 - 1e8) + 1 is 1 in float32; in the order of keys, the sum would be 0."""
+    keys = numpy.array([[2, 1, 0, 9], [9, 9, 9, 9], [9, 2, 1, 0]], numpy.int64)
+    by_key = numpy.array([[1], [1], [-1e8], [-1e8], [1e8], [1e8]], numpy.float32)
+    sums = make(platform, keys).unpermute(platform.from_numpy(by_key))
+    assert platform.to_numpy(sums).tolist() == [[1], [0], [1]]
+
+
+def test_sums_in_16_bits_are_rounded_to_nearest_even(platform):
+    """1 + 1/256 is between the bfloat16 numbers 1 and 1 + 1/128, and 1 is even."""
+    bfloat16 = platform.dtype("bfloat16")
+    y = platform.ops.cast(platform.from_numpy(numpy.array([[1], [2**-8]], numpy.float32)), bfloat16)
+    sums = make(platform, numpy.array([[0, 1]], numpy.int64)).unpermute(y)
+    assert platform.to_numpy(platform.ops.cast(sums, platform.dtype("float32"))).tolist() == [[1]]
+
+
+def test_gradients_that_share_memory_are_summed(platform):
+    """The gradient of a sum is one number, expanded to the shape of the copies."""
+    keys = numpy.array([[2, 0], [9, 9], [1, 9]], numpy.int64)
+    x = leaf(platform, numpy.ones((3, 2)))
+    total = platform.ops.sum(make(platform, keys).permute(x))
+    (got,) = platform.grad([total], [x], [platform.from_numpy(numpy.array(1, numpy.float32))])
+    assert platform.to_numpy(got).tolist() == [[2, 2], [0, 0], [1, 1]]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy
 
-from hp_dtensor.comm.collectives import all_to_all_rows, all_to_all_rows_data
+from hp_dtensor.comm.collectives import all_to_all_rows_data
 from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
@@ -32,9 +32,9 @@ class AllToAllDispatcher(ChunkedDispatcher):
     A token is sent once to each rank that owns experts of it, however many these are: the receiving rank copies the row
     for its experts, and sums their results before they are sent back.
 
-    Forward uses four all-to-alls (sizes; rows; expert numbers and scores; results) and waits for the device once, for
-    the sizes. Backward uses three. Recomputation (`hp_dtensor.parallel.recompute`) reuses the sizes and permutations of
-    forward.
+    Forward uses four all-to-alls (sizes; rows; expert numbers and scores; results). The second and third run at the
+    same time. The host waits for the device once, for the sizes. Backward uses three. Recomputation
+    (`hp_dtensor.parallel.recompute`) reuses the sizes and permutations of forward.
 
     Args:
         group: the ranks that share the experts; the last ranks may own none.
@@ -81,27 +81,24 @@ class AllToAllDispatcher(ChunkedDispatcher):
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Send each token to every rank that owns experts of it; see `TokenDispatcher`."""
-        # Recomputation in backward repeats the exchange with the sizes that forward agreed on.
-        ((route, sizes),) = saved_value(lambda: self._plan_routes(routing, [int(x.shape[0])]))
-        if self.wire_format is None:
-            rows = self._send(route, x)
-        else:
-            exchange = self._exchange(route)
-            rows = exchange.wait(exchange.start(route.permutation.permute(x)))
-        # A second message, since rows may be in another dtype or in 8 bits.
-        choices = self._send(route, self._choices(routing))
-        return self._dispatched(rows, choices, route, sizes, routing)
+        (pending,) = self._start_chunks(x, routing, [int(x.shape[0])])
+        return self.finish_dispatch(pending)
 
     def start_dispatch(self, x: Tensor, routing: Routing) -> list[PendingDispatch]:
         # As even as possible.
         bounds = [int(x.shape[0]) * i // self.num_chunks for i in range(self.num_chunks + 1)]
         lengths = [end - start for start, end in itertools.pairwise(bounds)]
-        # One exchange of sizes for all chunks. Recomputation reuses it, as in `dispatch`.
+        return self._start_chunks(x, routing, lengths)
+
+    def _start_chunks(self, x: Tensor, routing: Routing, lengths: list[int]) -> list[PendingDispatch]:
+        """Exchange the sizes of all chunks, and start to send each chunk; `dispatch` sends one."""
+        # Recomputation in backward repeats the other exchanges with the sizes that forward agreed on.
         routes = saved_value(lambda: self._plan_routes(routing, lengths))
-        ops, pending = self.platform.ops, []
-        tokens, choices = ops.split(x, lengths, 0), ops.split(self._choices(routing), lengths, 0)
+        tokens, choices = self._split_chunks(x, lengths), self._split_chunks(self._choices(routing), lengths)
+        pending = []
         for chunk, chunk_choices, (route, sizes) in zip(tokens, choices, routes, strict=True):
-            # All ranks start the exchanges in this order, by which the messages of a group are matched.
+            # Two messages, since rows may be in another dtype or in 8 bits. All ranks start the exchanges in this
+            # order, by which the messages of a group are matched.
             rows, others = self._exchange(route), RowExchange(self.group, route.sent, route.received)
             rows_handle = rows.start(route.permutation.permute(chunk))
             choices_handle = others.start(route.permutation.permute(chunk_choices))
@@ -122,10 +119,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return pending.route.permutation.unpermute(pending.exchange.wait(pending.handle))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        route = dispatched.route
-        assert route is not None
-        returned = all_to_all_rows(y, self.group, route.received, route.sent)
-        return route.permutation.unpermute(returned)
+        return self.finish_combine(self.start_combine(y, dispatched))
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send an error code instead of sizes; see `TokenDispatcher`."""
@@ -259,10 +253,6 @@ class AllToAllDispatcher(ChunkedDispatcher):
         if self.wire_format is None:
             return RowExchange(self.group, route.sent, route.received)
         return RoundedExchange(self.group, route.sent, route.received, self.wire_format)
-
-    def _send(self, route: Route, x: Tensor) -> Tensor:
-        """Exchange one row per token and destination: `[tokens, width]` -> `[rows received, width]`."""
-        return all_to_all_rows(route.permutation.permute(x), self.group, route.sent, route.received)
 
     def _choices(self, routing: Routing) -> Tensor:
         """Return the expert numbers and scores of each token in one tensor, to be sent as one message.

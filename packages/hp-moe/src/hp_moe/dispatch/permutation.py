@@ -1,15 +1,17 @@
 """The permutation of tokens: rows are copied and sorted by expert, or by destination rank, and summed back.
 
-All sums over the copies of a token are gathers in slot order. Unlike those of a scatter-add on a GPU, their results do
+All sums over the copies of a token are in the order of slots. Unlike those of a scatter-add on a GPU, their results do
 not depend on scheduling.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
+from hp_moe.routing import is_on_host
 
 Tensor = Any
 
@@ -94,11 +96,28 @@ class TokenPermutation:
         return self._select(x, self.rows, self.num_copies)
 
     def _unpermute(self, y: Tensor) -> Tensor:
-        at_slots = self._at_slots(y)
         if self.num_slots == 1:
-            return at_slots
+            return self._at_slots(y)
+        embedding_bag = self._embedding_bag(y)
+        if embedding_bag is not None and self.num_copies:
+            copies, starts = self._bags
+            return embedding_bag(copies, y, starts, mode="sum")
         ops = self.platform.ops
-        return ops.sum(ops.reshape(at_slots, (self.num_rows, self.num_slots, y.shape[1])), 1)
+        return ops.sum(ops.reshape(self._at_slots(y), (self.num_rows, self.num_slots, y.shape[1])), 1)
+
+    def _embedding_bag(self, y: Tensor) -> Callable[..., Tensor] | None:
+        """Return a function that gathers and sums in one pass, without a tensor of all slots. None: there is none."""
+        # In 16 bits, torch on the host rounds ties up instead of to even.
+        applies = is_on_host(self.platform, y) and self.platform.dtype_name(y.dtype) in ("float32", "float64")
+        return self.platform.operation("embedding_bag") if applies else None
+
+    @functools.cached_property
+    def _bags(self) -> tuple[Tensor, Tensor]:
+        """Indices of the copies of all rows in slot order, int `[copies]`, and the first one of each row, `[rows]`."""
+        ops = self.platform.ops
+        counts = ops.bincount(self.rows, self.num_rows)
+        # Entries are flat indices of slots, so their order is that of rows, and of slots within each row.
+        return ops.argsort(self.entries, 0, stable=True), ops.sub(ops.cumsum(counts, 0), counts)
 
     def _at_slots(self, y: Tensor) -> Tensor:
         """Gather the copy of each slot, zeros for empty slots: `[copies, dim]` -> `[rows * slots, dim]`."""
