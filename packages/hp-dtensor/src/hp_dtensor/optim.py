@@ -306,11 +306,9 @@ class _OwnerExchange:
         return new
 
     def _all_to_all(self, tensors: Sequence[Tensor], sizes: list[int], expected: list[int], dtype: Any) -> Tensor:
-        """Return the elements received from all ranks, in rank order, as one flat tensor.
+        """Send `tensors`, in the order of their receivers; return the received elements in rank order, flat.
 
-        Args:
-            tensors: sent tensors, in the order of their receivers.
-            sizes, expected: number of elements sent to and received from each rank.
+        `sizes` and `expected` are the numbers of elements sent to and received from each rank.
         """
         flat = [self.ops.reshape(x, (-1,)) for x in tensors if math.prod(x.shape)]
         sent = self.platform.contiguous(self.ops.cat(flat, 0)) if flat else self.platform.empty((0,), dtype)

@@ -125,11 +125,7 @@ class MeetingPoint:
         return next((ip for ip in found if not ipaddress.ip_address(ip.partition("%")[0]).is_loopback), found[0])
 
     def _check_free(self, ip: str) -> None:
-        """Raise if another process listens at the port.
-
-        Raises:
-            PlatformError: naming the port.
-        """
+        """Raise a PlatformError if another process listens at the port."""
         # The frameworks listen on all interfaces, except for an address of the loopback interface.
         with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as probe:
             # A port of a job that has just ended is free, though connections are in TIME_WAIT.

@@ -71,11 +71,7 @@ def in_place_refusal(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def check_reaches_original(operation: str, first: Any) -> None:
-    """Raise if `first` is a copy here but a view on one device: a write would not reach the original tensor.
-
-    Raises:
-        ShardingRuleError: says which operation made the copy.
-    """
+    """Raise a ShardingRuleError if `first` is a copy here and a view on one device: no write reaches the original."""
     view = first._copied_by
     if view is not None:
         raise ShardingRuleError(

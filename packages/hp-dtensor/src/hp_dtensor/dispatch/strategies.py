@@ -93,15 +93,10 @@ def _choose(
     nbytes: list[float],
     ranks: int,
 ) -> Strategy:
-    """Return the cheapest of the strategies `found` for one axis that leaves written tensors where they are.
-
-    Args:
-        current: the placement of each tensor on this axis.
-        nbytes: bytes of a shard of each tensor.
-        ranks: size of the axis.
+    """Return the cheapest strategy `found` for an axis of `ranks` that leaves written tensors where they are.
 
     Raises:
-        ShardingRuleError: there is none. A `PlacementChangeError` if an `InPlacePlan` can run the call.
+        ShardingRuleError: there is none; a `PlacementChangeError` if an `InPlacePlan` can run the call.
     """
     if registration.in_place:
         # The written tensor keeps its placement: views of it and the optimizer's state rely on that.

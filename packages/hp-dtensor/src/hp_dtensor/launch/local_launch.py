@@ -185,20 +185,12 @@ class _Stopper:
         self._timer.start()
 
     def check(self) -> None:
-        """Raise if a signal was received while ranks are being started: the missing ranks did not get it.
-
-        Raises:
-            LaunchError: a signal was received.
-        """
+        """Raise a LaunchError after a signal: ranks that are started later did not get it."""
         if self.stopping:
             raise LaunchError("stopped by a signal while the ranks started")
 
     def check_idle(self) -> None:
-        """Raise if a signal was received and no rank is left that would end by it.
-
-        Raises:
-            LaunchError: a signal was received.
-        """
+        """Raise a LaunchError after a signal if no rank is left that would end by it."""
         if not self._ranks.has_ranks:
             self.check()
 
