@@ -11,13 +11,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hp_dtensor.platform.selection import get_platform
+from hp_moe import GroupSizes, TokenPermutation
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 if importlib.metadata.version("triton").startswith(("3.5.", "3.6.")):
     pytest.skip("the interpreter of triton 3.6 fails with numpy 2.4 or newer", allow_module_level=True)
 
-from triton_experts_program import CASES
+from triton_experts_program import CASES, module
 
 PROGRAM = Path(__file__).with_name("triton_experts_program.py")
 
@@ -54,6 +59,16 @@ def test_a_wrong_compiler_is_found_at_the_first_use_and_told_once(results):
     (warning,) = check["warnings"]
     assert "failed their check on cpu for experts of dim 24, hidden_dim 16 in torch.float32" in warning
     assert "relative error 5.0e-01, expected at most 1e-04" in warning
+
+
+def test_tensors_without_memory_are_left_to_the_products():
+    platform, shapes = get_platform("torch"), ((2, 16, 8), (2, 8, 16), (2, 16, 8))
+    with FakeTensorMode():
+        x, *weights = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 8), *shapes))
+        keys, counts = (torch.zeros(shape, device="cuda", dtype=torch.int64) for shape in ((4, 2), (2,)))
+        permutation, sizes = TokenPermutation(platform, keys, 8), GroupSizes(platform, counts)
+        assert module.checked_fused_experts(x, permutation, sizes, None, tuple(weights), False) is None
+    assert not module._passed
 
 
 def test_no_tile_crosses_from_one_expert_to_the_next(results):
