@@ -92,7 +92,7 @@ def test_exchange_skips_what_is_empty(three_ranks, dtype):
 
 
 @pytest.mark.parametrize("ranks", SUBSETS)
-@pytest.mark.parametrize("dtype", ["float32", "int16"])
+@pytest.mark.parametrize("dtype", ["float32", "int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"])
 def test_broadcast_from_any_member(three_ranks, dtype, ranks):
     for source in range(len(ranks)):
         got = three_ranks.run(on_rank.broadcast, dtype, ranks, source)

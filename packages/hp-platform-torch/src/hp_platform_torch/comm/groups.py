@@ -552,6 +552,11 @@ BACKEND_NAMES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 """Device type -> the backend of torch.distributed that communicates its tensors."""
 
 
+_FLOAT8 = frozenset(x for x in vars(torch).values() if isinstance(x, torch.dtype) and str(x).startswith("torch.float8"))
+# Not every backend knows these. A copy needs their bytes only.
+_AS_BYTES = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64}) | _FLOAT8
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """Operations that one backend of torch.distributed has, and dtypes that it lacks.
@@ -569,7 +574,7 @@ class Capabilities:
     """
 
     native_shards: bool
-    as_bytes: frozenset[torch.dtype] = frozenset({torch.int16})
+    as_bytes: frozenset[torch.dtype] = _AS_BYTES
     as_int32: frozenset[torch.dtype] = frozenset({torch.int16})
 
 
@@ -578,7 +583,7 @@ CAPABILITIES = {
     "cuda": Capabilities(native_shards=True),
     "npu": Capabilities(
         native_shards=True,
-        as_bytes=frozenset({torch.int16, torch.bool}),
+        as_bytes=_AS_BYTES | {torch.bool},
         as_int32=frozenset({torch.int16, torch.bool, torch.uint8}),
     ),
 }
