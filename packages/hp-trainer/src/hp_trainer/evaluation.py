@@ -287,7 +287,6 @@ def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], 
     Args:
         config: the configuration of the run; `config.generate` has the sampling settings.
         platform: the platform to run the full model on, on one rank.
-        prompts: the prompts.
         checkpoint: a checkpoint of the run, from any layout and any platform.
 
     Returns:

@@ -44,7 +44,7 @@ class PlainModel(nn.Module):
         self.module = module
         self._loss = TokenLoss()
         self._tp_plan, self._units = dict(tp_plan or {}), tuple(fsdp_units)
-        # Only then: a model with an initializer gets its initial weights after sharding, others have them already.
+        # The trainer initializes models with this attribute after sharding; others have their weights already.
         if hasattr(module, "initializer"):
             self.initializer = lambda name, shape: module.initializer(name.removeprefix("module."), shape)
 

@@ -50,8 +50,6 @@ def context_cost(
     """Return bytes, time and memory of one layer's attention by the method that `context_style` chooses.
 
     Args:
-        dims: a `ParallelDims`.
-        config: the model's options.
         window: attention window of the layer.
         batch: samples of a micro-batch.
     """
@@ -61,13 +59,7 @@ def context_cost(
 
 
 def describe_context(dims: Any, config: Any, training: TrainingConfig) -> list[str]:
-    """Describe how context parallel ranks share a sequence: one line, and a table of costs if these decided.
-
-    Args:
-        dims: a `ParallelDims`.
-        config: the model's options.
-        training: length and batch.
-    """
+    """Describe how context parallel ranks share a sequence: one line, and a table of costs if these decided."""
     if dims.cp == 1:
         return []
     method, degree = _method(dims, config, training)

@@ -59,12 +59,7 @@ def parallelize(
     *,
     reshard_after_forward: bool | None = None,
 ) -> Decoder:
-    """Parallelize a decoder whose parameters are plain; in place.
-
-    Args:
-        mesh: the mesh that `dims.build_mesh` returned.
-        training: its dtypes become the mixed-precision policy; None: float32.
-        reshard_after_forward: as in `hp_fsdp.fully_shard`.
+    """Parallelize a decoder in place; see `LanguageModel.parallelize`.
 
     Raises:
         ParallelDimsError: the degrees do not divide the model's sizes, or this model cannot use them.

@@ -28,13 +28,7 @@ _EXPERT_SHARD_DIMS = {"w1": 1, "w3": 1, "b1": 1, "b3": 1, "w2": 2}
 def planned_parameters(
     config: DecoderOptions, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()
 ) -> ModelParameters:
-    """Return the parameters of a part of the decoder on the rank that has most of them.
-
-    Args:
-        dims: tensor and expert parallel degrees shard the parameters; `hp_fsdp.plan_group` shards them over data.
-        part: the part, whose `layers` are stated.
-        freeze: patterns of names that are not trained.
-    """
+    """Return the parameters of a part of the decoder; see `ModelEstimates.parameters`."""
 
     def planned(named: Iterator[tuple[str, Shape]], prefix: str = "") -> tuple[PlannedParameter, ...]:
         return tuple(_sharded(config, dims, f"{prefix}{name}", shape, freeze) for name, shape in named)

@@ -125,20 +125,15 @@ def _modules(theirs: str, ours: str) -> Iterator[tuple[str, str]]:
 
 
 def their_modules(modules: Iterable[str], names: dict[str, str]) -> list[str]:
-    """Return the names of modules of the decoder in the trained model of transformers, without those it lacks.
-
-    Args:
-        names: see `reference_names`.
-    """
+    """Return the names of modules of the decoder in the trained model of transformers, by `reference_names`."""
     theirs = {ours: name for name, ours in names.items()}
     return [_WRAPPED + theirs[each] for each in modules if each in theirs]
 
 
 def their_tensor(key: tuple[str, str], names: dict[str, str]) -> tuple[str, str]:
-    """Return the pass and name of a decoder's tensor in the trained model of transformers.
+    """Return the pass and name of a decoder's tensor in the trained model of transformers, by `reference_names`.
 
-    Args:
-        names: see `reference_names`. Other tensors have the decoder's name already (`reference_views`).
+    Other tensors have the decoder's name already (`reference_views`).
     """
     theirs = {ours: name for name, ours in names.items()}
     # An optimizer's state has the name of a parameter and of a slot.
@@ -148,11 +143,7 @@ def their_tensor(key: tuple[str, str], names: dict[str, str]) -> tuple[str, str]
 
 
 def with_our_names(recording: Recording, names: dict[str, str]) -> Recording:
-    """Return a recording of a model of transformers under the names of the decoder.
-
-    Args:
-        names: see `reference_names`.
-    """
+    """Return a recording of a model of transformers under the names of the decoder, by `reference_names`."""
     steps = {}
     for step, events in recording.steps.items():
         renamed = []
