@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.ops.cpu_kernels import pointwise
-from hp_platform_mindspore.tensor.memory import HOST_DTYPES, encode, numbers, share, store
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, encode, numbers, share
 
 Number = int | float | bool
 
@@ -27,9 +27,10 @@ def full(shape: Sequence[int], value: Number, dtype: Any) -> Tensor:
     return made(np.full(tuple(shape), value), dtype)
 
 
-def made(values: np.ndarray[Any, Any], dtype: Any) -> Tensor:
+def made(values: Any, dtype: Any) -> Tensor:
+    """Return a tensor with the values of an array or NumPy number, converted to `dtype`."""
     # bfloat16 is written as its bit pattern.
-    return share(encode(values) if dtype == ms.bfloat16 else values.astype(HOST_DTYPES[dtype]), dtype)
+    return share(encode(values) if dtype == ms.bfloat16 else np.asarray(values, HOST_DTYPES[dtype]), dtype)
 
 
 def one_hot(x: Tensor, num_classes: int) -> Tensor:
@@ -78,9 +79,9 @@ def random_operations(generator: Generator) -> dict[str, Callable[..., Any]]:
         **{f"dropout{count}d": _dropout(generator, 2) for count in (1, 2, 3)},
         "feature_dropout": _dropout(generator, 2),
         "random_": _filling_integers(generator),
-        "rand_like": lambda x, *, dtype=None: _made(_uniform(generator(), tuple(x.shape)), dtype or x.dtype),
-        "randn_like": lambda x, *, dtype=None: _made(_normal(generator(), tuple(x.shape)), dtype or x.dtype),
-        "bernoulli": lambda x: _made(_uniform(generator(), tuple(x.shape)) < numbers(x), x.dtype),
+        "rand_like": lambda x, *, dtype=None: made(_uniform(generator(), tuple(x.shape)), dtype or x.dtype),
+        "randn_like": lambda x, *, dtype=None: made(_normal(generator(), tuple(x.shape)), dtype or x.dtype),
+        "bernoulli": lambda x: made(_uniform(generator(), tuple(x.shape)) < numbers(x), x.dtype),
         "multinomial": _multinomial(generator),
     }
 
@@ -97,14 +98,8 @@ def _host(value: Any) -> Any:
     return numbers(value) if isinstance(value, Tensor) else value
 
 
-def _made(values: Array, dtype: Any) -> Tensor:
-    made = zeros(values.shape, dtype)
-    store(made, values)
-    return made
-
-
 def _filling(draw: Callable[..., Array]) -> Callable[..., Tensor]:
-    return lambda x, *args, **kwargs: _made(draw(tuple(x.shape), *args, **kwargs), x.dtype)
+    return lambda x, *args, **kwargs: made(draw(tuple(x.shape), *args, **kwargs), x.dtype)
 
 
 def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
@@ -113,7 +108,7 @@ def _filling_integers(generator: Generator) -> Callable[..., Tensor]:
     def drawn(x: Tensor, low: int = 0, high: int | None = None) -> Tensor:
         # One bound is the end, as in torch.
         begin, end = (0, low) if high is None and low else (low, high)
-        return _made(generator().integers(begin, _largest(x.dtype) if end is None else end, tuple(x.shape)), x.dtype)
+        return made(generator().integers(begin, _largest(x.dtype) if end is None else end, tuple(x.shape)), x.dtype)
 
     return drawn
 
@@ -135,7 +130,7 @@ def _dropout(generator: Generator, dims: int | None) -> Callable[..., Tensor]:
         shape = tuple(x.shape) if dims is None else (*x.shape[:dims], *[1] * (x.ndim - dims))
         # One number per element, or per channel, broadcast over the rest.
         mask = _uniform(generator(), shape) >= p
-        return pointwise.mul(x, _made(mask / (1 - p) if p < 1 else mask * 0.0, x.dtype))
+        return pointwise.mul(x, made(mask / (1 - p) if p < 1 else mask * 0.0, x.dtype))
 
     return dropout
 

@@ -79,7 +79,8 @@ def convolution(count: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         gaps = per_dimension(dilation, count)
         x = padded(x, _pads(padding, tuple(weight.shape[2:]), gaps), 0.0)
-        return _with_bias(_convolved(x, weight, per_dimension(stride, count), gaps, groups), bias)
+        result = _convolved(x, weight, per_dimension(stride, count), gaps, groups)
+        return _affine(result, None, bias, (1, -1, *[1] * count))
 
     return with_batch(conv, count)
 
@@ -105,10 +106,6 @@ def _convolved(x: Tensor, weight: Tensor, steps: Sizes, gaps: Sizes, groups: int
     columns = mint.reshape(mint.permute(picked, order), (batch, groups, channels // groups * inside, positions))
     filters = mint.reshape(weight, (groups, out // groups, into * inside))
     return mint.reshape(products.matmul(filters, columns), (batch, out, *counts))
-
-
-def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else pointwise.add(x, mint.reshape(bias, (1, -1, *[1] * (x.ndim - 2))))
 
 
 Array = np.ndarray[Any, Any]
@@ -274,7 +271,10 @@ def interpolate(
     count = x.ndim - 2
     scales = [None] * count if scale_factor is None else per_dimension(scale_factor, count)
     sizes = tuple(x.shape[2:])
-    wanted = per_dimension(size, count) if size is not None else _scaled(sizes, scales)
+    if size is not None:
+        wanted = per_dimension(size, count)
+    else:
+        wanted = tuple(math.floor(old * scale) for old, scale in zip(sizes, scales, strict=True))
     # torch computes positions with the given scale, not with the quotient of the rounded sizes, unless
     # recompute_scale_factor is set.
     known = [None] * count if recompute_scale_factor else scales
@@ -289,10 +289,6 @@ def interpolate(
             matrix = _linear((np.arange(after) + 0.5) * ratio - 0.5, before)
         x = products.times_matrix(x, dim, matrix)
     return x
-
-
-def _scaled(sizes: Sizes, scales: Sequence[Any]) -> Sizes:
-    return tuple(math.floor(size * scale) for size, scale in zip(sizes, scales, strict=True))
 
 
 def _nearest(places: Array, size: int) -> Array:
@@ -403,8 +399,7 @@ def batch_norm(
     result = pointwise.mul(centered, mint.rsqrt(variance + eps))
     # Evaluation has the dtype of the running statistics, if that is wider.
     result = pointwise.cast(result, x.dtype) if training else result
-    result = result if weight is None else pointwise.mul(result, mint.reshape(weight, channel))
-    return result if bias is None else pointwise.add(result, mint.reshape(bias, channel))
+    return _affine(result, weight, bias, channel)
 
 
 _IGNORED = -100

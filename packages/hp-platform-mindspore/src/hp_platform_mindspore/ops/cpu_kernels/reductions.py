@@ -137,8 +137,7 @@ def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = N
     x = x if dtype is None else x.astype(dtype)
     # Masks and counts have no gradient, so NumPy computes them.
     there = ~np.isnan(numbers(x))
-    axes = dim if dim is None or isinstance(dim, int) else tuple(dim)
-    counts = np.asarray(there.sum(axis=axes, keepdims=keepdim)).astype(HOST_DTYPES[x.dtype])
+    counts = np.asarray(there.sum(axis=_axes(dim), keepdims=keepdim)).astype(HOST_DTYPES[x.dtype])
     return pointwise.div(total(pointwise.masked_fill(x, share(~there), 0.0), dim, keepdim), share(counts))
 
 
@@ -247,9 +246,7 @@ def max_or_min(name: str) -> Callable[..., Any]:
         # `max(x, y)`: the elementwise form, which has the second tensor in the place of the dimension.
         if isinstance(dim, Tensor):
             return pointwise.maximum(x, dim) if name == "max" else pointwise.minimum(x, dim)
-        where = share(np.asarray(np.expand_dims(position(numbers(x), axis=dim), dim), np.int64))
-        values = shapes.gather(x, dim, where)
-        return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
+        return _selected(x, dim, np.expand_dims(position(numbers(x), axis=dim), dim), keepdim)
 
     return found
 
@@ -337,17 +334,13 @@ def quantile(skip_nan: bool) -> Callable[..., Tensor]:
         last = values.shape[dim] - 1 - (nans if skip_nan else 0)
         place = np.where(nans * (not skip_nan) > 0, values.shape[dim] - 1.0, q * np.maximum(last, 0))
         low, weight = _interpolated(place, interpolation)
-        # Both neighbours are gathered and interpolated by differentiable operations.
-        pair = [_selected(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in _ranks(low, weight)]
-        shape = tuple(pair[0].shape)
-        return _between(*pair, share(weight.reshape(shape).astype(HOST_DTYPES[x.dtype])))
+        # Both neighbours are gathered and interpolated by differentiable operations. An integer rank needs none above it.
+        ranks = low, low + (weight > 0)
+        below, above = (_selected(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in ranks)
+        part = share(weight.reshape(tuple(below.shape)).astype(HOST_DTYPES[x.dtype]))
+        return pointwise.add(below, pointwise.mul(pointwise.sub(above, below), part))
 
     return found
-
-
-def _ranks(low: Array, weight: Array) -> tuple[Array, Array]:
-    # An integer rank needs no rank above it; the last one has none.
-    return low, low + (weight > 0)
 
 
 def _interpolated(place: Array, how: str) -> tuple[Array, Array]:
@@ -363,10 +356,6 @@ def _interpolated(place: Array, how: str) -> tuple[Array, Array]:
     if how != "linear" and how not in rounded:
         raise ValueError(f"quantile: interpolation must be linear or one of {', '.join(rounded)}, got {how!r}")
     return low, rounded.get(how, part)
-
-
-def _between(low: Tensor, high: Tensor, weight: Tensor) -> Tensor:
-    return pointwise.add(low, pointwise.mul(pointwise.sub(high, low), weight))
 
 
 ORDER_KERNELS: dict[str, Callable[..., Any]] = {

@@ -20,10 +20,6 @@ from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
 Array = np.ndarray[Any, Any]
 
 
-def flattened(x: Tensor) -> Tensor:
-    return mint.reshape(x, (-1,))
-
-
 def _along(shape: tuple[int, ...], dim: int, index: Array) -> Array:
     """Return the flat indices of `x[..., index[i], ...]` for an index of the shape of what is written."""
     # All dimensions index themselves, except `dim`.
@@ -54,7 +50,7 @@ def _replaced(x: Tensor, places: Array, values: Tensor) -> Tensor:
     last = np.zeros(x.size, np.int64) - 1
     last[places.reshape(-1)] = np.arange(places.size)
     source = share(np.maximum(last, 0))
-    picked = mint.reshape(ops.gather(flattened(pointwise.cast(values, x.dtype)), source, 0), x.shape)
+    picked = mint.reshape(ops.gather(reductions.flattened(pointwise.cast(values, x.dtype)), source, 0), x.shape)
     return pointwise.where(share((last >= 0).reshape(x.shape)), picked, x)
 
 
@@ -63,7 +59,7 @@ def _added(x: Tensor, places: Array, values: Tensor) -> Tensor:
     if is_empty(values, x):
         return pointwise.add(x, filled(0, x.shape, values))
     # A segment sum adds the values for one element, and its gradient is a gather.
-    sums = ops.unsorted_segment_sum(flattened(values), share(places.reshape(-1).astype(np.int32)), x.size)
+    sums = ops.unsorted_segment_sum(reductions.flattened(values), share(places.reshape(-1).astype(np.int32)), x.size)
     return pointwise.add(x, mint.reshape(sums, x.shape))
 
 
@@ -115,11 +111,15 @@ def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self
         raise ValueError(f"reduce must be one of {', '.join(neutral)}, got {reduce!r}")
     # One row per element of `x`, so that each reduction is a dense one with the right gradient.
     table, counts = _by_element(places.reshape(-1), x.size, places.size)
-    padded = shapes.cat([flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
+    padded = shapes.cat([reductions.flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
     rows = ops.gather(padded, share(table), 0)
     written = share(counts > 0)
     # Without `include_self`, elements that are written start from the neutral element.
-    own = flattened(x) if include_self else pointwise.masked_fill(flattened(x), written, neutral[reduce])
+    own = (
+        reductions.flattened(x)
+        if include_self
+        else pointwise.masked_fill(reductions.flattened(x), written, neutral[reduce])
+    )
     rows = shapes.cat([mint.unsqueeze(own, 1), rows], 1)
     if reduce in ("sum", "mean"):
         result = reductions.total(rows, 1)
@@ -130,7 +130,7 @@ def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self
         result = mint.prod(rows, 1)
     else:
         result = {"amax": reductions.amax, "amin": reductions.amin}[reduce](rows, 1)
-    return mint.reshape(pointwise.where(written, result, flattened(x)), x.shape)
+    return mint.reshape(pointwise.where(written, result, reductions.flattened(x)), x.shape)
 
 
 def _by_element(places: Array, size: int, absent: int) -> tuple[Array, Array]:
@@ -186,14 +186,14 @@ def _host_index(index: Any) -> Any:
 
 def take_along_dim(x: Tensor, index: Tensor, dim: int | None = None) -> Tensor:
     if dim is None:
-        return shapes.gather(flattened(x), 0, flattened(index))
+        return shapes.gather(reductions.flattened(x), 0, reductions.flattened(index))
     return shapes.gather(x, dim, index)
 
 
 def masked_select(x: Tensor, mask: Tensor) -> Tensor:
     shape = np.broadcast_shapes(x.shape, mask.shape)
     places = np.flatnonzero(np.broadcast_to(numbers(mask), shape))
-    return shapes.index_select(flattened(shapes.expand(x, shape)), 0, share(places))
+    return shapes.index_select(reductions.flattened(shapes.expand(x, shape)), 0, share(places))
 
 
 def nonzero(x: Tensor, as_tuple: bool = False) -> Any:
