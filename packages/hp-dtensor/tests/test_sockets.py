@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import socket
 import threading
@@ -124,6 +125,21 @@ def test_ranks_meet_although_others_connect(on_ranks, monkeypatch):
     )
     for stray in strays:
         stray.close()
+
+
+def test_the_check_of_the_port_accepts_no_rank(monkeypatch, free_port):
+    """A rank would take it for the meeting point, and fail when the check closes its socket."""
+    port, answers, plain = free_port(), [], socket.socket
+
+    class Probe(socket.socket):
+        def __exit__(self, *error):
+            with plain() as rank:
+                answers.append(rank.connect_ex(("127.0.0.1", port)))
+            super().__exit__(*error)
+
+    monkeypatch.setattr(meeting_point.socket, "socket", Probe)
+    MeetingPoint(0, 2, f"127.0.0.1:{port}", True, 5.0).reach()
+    assert answers == [errno.ECONNREFUSED]
 
 
 def test_ranks_that_cannot_meet_say_why(monkeypatch, capsys, free_port):

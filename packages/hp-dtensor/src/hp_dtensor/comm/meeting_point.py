@@ -131,8 +131,8 @@ class MeetingPoint:
             # A port of a job that has just ended is free, though connections are in TIME_WAIT.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
+                # Without listening: a rank that connected to this socket would lose its connection when it is closed.
                 probe.bind((ip if self.is_loopback() else "", self.port))
-                probe.listen()
             except OSError as error:
                 raise PlatformError(
                     f"rank {self.rank} of {self.size} could not serve the meeting point {self.address}: {error}. Check "
