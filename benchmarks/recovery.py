@@ -174,7 +174,10 @@ class Runs:
         for _ in range(num_kills):
             time.sleep(pause)
             file = random.choice(sorted(self.folder.glob("process*")))
-            os.kill(int(file.read_text()), signal.SIGKILL)
+            try:
+                os.kill(int(file.read_text()), signal.SIGKILL)
+            except ProcessLookupError:
+                raise SystemExit(f"{file.name} has ended by itself: {(self.folder / 'log').read_text()}") from None
         time.sleep(pause)
         times = self.times()
         process.send_signal(signal.SIGTERM)
