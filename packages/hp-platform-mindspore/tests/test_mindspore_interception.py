@@ -17,7 +17,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.tensor.conversions import from_local
 from hp_dtensor.tensor.dtensor import DTensor
-from hp_platform_mindspore.patches.functions import FUNCTIONS
+from hp_platform_mindspore.patches.functions_without_fallback import FUNCTIONS
 
 OPERATORS = """
     add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod pow

@@ -6,7 +6,7 @@ import numpy as np
 
 from hp_dtensor.parallel.attention import ContextParallel
 from hp_trainer.data import Batch
-from hp_trainer.training.pipelined import SequenceSharder
+from hp_trainer.training.pipelined_model import SequenceSharder
 
 STYLE = ContextParallel(balanced=True, length=64, replicated_without_positions=True)
 

@@ -21,7 +21,7 @@ have different numbers of targets.
 | `nox -s proof`         | all 2,480 combinations for 20 steps; those of up to four ranks on processes too        |
 
 What the matrix leaves to others: kinds of attention and norms, `etp` without `ep`, and uneven lengths
-(`models/decoder/test_parallelize.py`); options of pipelines and evaluation (`test_pipelined.py`); settings of training,
+(`models/decoder/test_parallelize.py`); options of pipelines and evaluation (`test_pipelined_model.py`); settings,
 such as precision and clipping (`test_trainer.py`); other models under `fully_shard` alone
 (`tests/fsdp/test_fully_shard_equality.py`); one expert layer by every dispatcher (`tests/moe/test_expert_parallel.py`).
 """

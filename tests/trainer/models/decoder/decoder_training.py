@@ -17,7 +17,7 @@ from hp_trainer.config import TrainingConfig
 from hp_trainer.data import Batch
 from hp_trainer.models import DecoderConfig, build_decoder
 from hp_trainer.parallel import ParallelDims, context_style
-from hp_trainer.training.pipelined import SequenceSharder
+from hp_trainer.training.pipelined_model import SequenceSharder
 
 CONFIG = DecoderConfig(
     vocab_size=40,

@@ -27,7 +27,7 @@ from hp_dtensor.tensor.conversions import zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.gradients import check_autograd_reaches
 from hp_dtensor.trees import tensors_in
-from hp_platform_mindspore.patches.functions import first_dtensor, held_tensors
+from hp_platform_mindspore.patches.functions_without_fallback import first_dtensor, held_tensors
 from hp_platform_mindspore.tensor import autograd
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, is_local
 from hp_platform_mindspore.tensor.modules import is_substitute

@@ -22,7 +22,8 @@ from mindspore.common._register_for_tensor import tensor_operator_registry
 
 from hp_dtensor.comm.saved_tensors import recomputing_as_now
 from hp_dtensor.platform.patch import Patch
-from hp_platform_mindspore.patches import functions, gradients, optimizers
+from hp_platform_mindspore.patches import functions_without_fallback as functions
+from hp_platform_mindspore.patches import gradients, optimizers
 from hp_platform_mindspore.tensor import modules
 
 

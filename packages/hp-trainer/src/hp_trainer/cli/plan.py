@@ -57,7 +57,7 @@ from hp_trainer.registries import fill_registries
 from hp_trainer.run import chosen_run_folder
 from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
 from hp_trainer.sizes import parse_size
-from hp_trainer.training.pipelined import num_microbatches
+from hp_trainer.training.pipelined_model import num_microbatches
 
 
 def _read_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:

@@ -22,7 +22,7 @@ from hp_trainer.pipeline.simulation import check_unsplit_backwards
 from hp_trainer.registries import Registries
 from hp_trainer.sizes import format_size
 from hp_trainer.training.activation_budget import ActivationPlan, BudgetError, fuses_experts, plan_activations
-from hp_trainer.training.pipelined import make_schedule, num_microbatches, split_layers
+from hp_trainer.training.pipelined_model import make_schedule, num_microbatches, split_layers
 
 
 def find_memory_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
 from hp_trainer.planning.shapes import Group, Memo, StepShape, budget_error, stage_buffers, unplanned_settings
 from hp_trainer.sizes import format_size
-from hp_trainer.training.pipelined import checked_microbatches
+from hp_trainer.training.pipelined_model import checked_microbatches
 
 # Context parallelism helps with long sequences. More ranks, or fewer tokens per rank, are not searched.
 MAX_CP = 32

@@ -25,7 +25,7 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.pipeline import PipelineFacts, pipeline_facts
 from hp_trainer.training.activation_budget import BudgetError, micro_batch_shape, plan_activations
-from hp_trainer.training.pipelined import num_microbatches, split_layers
+from hp_trainer.training.pipelined_model import num_microbatches, split_layers
 
 T = TypeVar("T")
 PLANNED_DISPATCHERS = (

@@ -26,7 +26,7 @@ from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, 
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.pipeline import simulate
 from hp_trainer.sizes import format_size, parse_size
-from hp_trainer.training.pipelined import all_gather_object_over, num_microbatches, plan_stages
+from hp_trainer.training.pipelined_model import all_gather_object_over, num_microbatches, plan_stages
 
 
 @dataclass(frozen=True, kw_only=True)

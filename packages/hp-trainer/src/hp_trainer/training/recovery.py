@@ -42,7 +42,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.optimizers import set_state
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.training.pipelined import num_microbatches
+from hp_trainer.training.pipelined_model import num_microbatches
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import box_of, named_state
 

@@ -42,7 +42,7 @@ from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model
 from hp_trainer.training.activation_budget import ESTIMATED, fuses_experts, measure_rates, plan_activations
 from hp_trainer.training.optimizer import Optimizer, WeightAverage
-from hp_trainer.training.pipelined import (
+from hp_trainer.training.pipelined_model import (
     PipelinedModel,
     SequenceSharder,
     StagePlan,

@@ -334,7 +334,7 @@ def quantile(skip_nan: bool) -> Callable[..., Tensor]:
         last = values.shape[dim] - 1 - (nans if skip_nan else 0)
         place = np.where(nans * (not skip_nan) > 0, values.shape[dim] - 1.0, q * np.maximum(last, 0))
         low, weight = _interpolated(place, interpolation)
-        # Both neighbours are gathered and interpolated by differentiable operations. An integer rank needs none above it.
+        # Both neighbours are gathered and interpolated by differentiable operations. An integer rank needs none above.
         ranks = low, low + (weight > 0)
         below, above = (_selected(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in ranks)
         part = share(weight.reshape(tuple(below.shape)).astype(HOST_DTYPES[x.dtype]))
