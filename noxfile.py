@@ -209,7 +209,7 @@ def house_tools() -> Path:
 
 @session
 def environments(session: nox.Session) -> None:
-    """Create all environments in parallel; otherwise each is created when a session needs it."""
+    """Create the environments of the default sessions in parallel; others are created when a session needs them."""
 
     def made(make: Callable[..., Path], *names: str) -> str:
         make(*names)
@@ -220,7 +220,7 @@ def environments(session: nox.Session) -> None:
     packages = [(for_tests, each) for each in installable(workspace.PACKAGES)]
     at_once(
         made,
-        [*frameworks, (training,), (with_engines,), (components,), *packages, (ruff,), (house_tools,), (site_tools,)],
+        [*frameworks, (with_engines,), (components,), *packages, (ruff,), (house_tools,), (site_tools,)],
     )
 
 
@@ -229,6 +229,8 @@ def lock(session: nox.Session) -> None:
     """Write tools/lock.toml with the newest releases that the requirements of each environment allow."""
     os.environ["HP_UNLOCKED"] = "1"
     environments(session)
+    # The default sessions do not need this one.
+    training()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     folders = [path.parent for path in (*ROOT.glob(".nox/*/stamp.json"), ROOT / ".venv" / "stamp.json")]
     write_lock(folders, pip)

@@ -52,6 +52,8 @@ def test_all_ranks_start_again_with_what_they_have_written(hp_platform, monkeypa
     assert not [file for file in Path("/proc/self/fd").iterdir() if "state of a rank" in str(file.resolve())]
 
 
+# Ranks that import the framework themselves are replaced in tests/trainer/launch/test_job_nodes.py.
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_are_replaced(platform):
     lines = []
     # Rank 0 served no meeting point, so it may die too. Rank 1 dies when rank 2 has been stopped, in another pair.
