@@ -197,3 +197,15 @@ def test_what_is_not_composed_on_the_cpu_says_where_it_works(platform, name):
         return platform.operation(name) is None or "mode" in name
 
     assert run_ranks(program, 2, platform) == [True, True]
+
+
+@pytest.mark.parametrize("values_of_ids", [(2.0, -1.0), (1.0, 0.0)])
+def test_one_hot_of_ids_outside_of_the_classes(platform, values_of_ids):
+    on, off = map(Tensor, values_of_ids)
+    ids = Tensor(np.array([0, 2, -1, 1, 3], np.int64))
+
+    def program():
+        return values(ops.one_hot(distribute_tensor(ids, mesh_of(platform), [Shard(0)]), 2, on, off))
+
+    for found in run_ranks(program, 2, platform):
+        np.testing.assert_array_equal(found, ops.one_hot(ids, 2, on, off).asnumpy())

@@ -211,6 +211,11 @@ def test_sums_of_half_precision_do_not_stop(platform):
     assert float(loss) == float(np.float16(np.log(4)))
 
 
+def test_a_norm_of_integers_is_no_integer(platform):
+    found = platform.operations.norm(Tensor(np.array([1, 2, 5])))
+    np.testing.assert_allclose(found.asnumpy(), np.sqrt(30), rtol=1e-6)
+
+
 # Arguments -----------------------------------------------------------------------------------------------
 
 
@@ -219,6 +224,7 @@ def test_sums_of_half_precision_do_not_stop(platform):
     [
         (lambda run, x: run.select(x, 0, 3), IndexError, "index 3 is outside dimension 0 of 3 elements"),
         (lambda run, x: run.select(x, 0, -4), IndexError, "index -4 is outside dimension 0 of 3 elements"),
+        (lambda run, x: run.std(_long(1, 2)), TypeError, "std: expected a floating-point tensor, got Int64"),
         (lambda run, x: run.quantile(x, -0.2), ValueError, "expected q from 0 to 1, got -0.2"),
         (lambda run, x: run.kthvalue(x, 0), IndexError, "expected k from 1 on, got 0"),
         (lambda run, x: run.topk(x, -1), IndexError, "expected a number of values from 0 on, got -1"),
@@ -230,7 +236,7 @@ def test_sums_of_half_precision_do_not_stop(platform):
         (lambda run, x: run.nll_loss(run.unsqueeze(x, 0), _long(-1)), RuntimeError, "got: 3"),
     ],
 )
-def test_positions_outside_of_a_tensor_are_refused(platform, call, error, message):
+def test_arguments_that_do_not_fit_are_refused(platform, call, error, message):
     with pytest.raises(error, match=message):
         call(platform.operations, Tensor(np.arange(3, dtype=np.float32)))
 

@@ -264,12 +264,15 @@ def _avg_pool_3d(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 
 def _one_hot(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    """Run `OneHot` with any two values, in a last dimension."""
+    """Run `OneHot` with any two values, in a last dimension. Ids outside of the classes get the second value only."""
     ids, classes, on, off = args[:4]
     axis = primitive.axis
     if axis not in (-1, ids.ndim):
         raise TypeError("one_hot of DTensors has its classes in the last dimension")
-    hot = run.cast(run.one_hot(ids, classes), on.dtype)
+    # One more class for ids outside, which `one_hot` refuses.
+    outside = run.logical_or(run.lt(ids, 0), run.ge(ids, classes))
+    every = run.one_hot(run.masked_fill(ids, outside, classes), classes + 1)
+    hot = run.cast(run.narrow(every, -1, 0, classes), on.dtype)
     on, off = float(on), float(off)
     return hot if (on, off) == (1.0, 0.0) else run.add(run.mul(hot, on - off), off)
 

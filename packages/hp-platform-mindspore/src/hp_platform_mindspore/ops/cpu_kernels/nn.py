@@ -358,7 +358,7 @@ def _normalized(x: Tensor, dims: tuple[int, ...], eps: float) -> Tensor:
     wide = pointwise.widened(x)
     centered = wide - reductions.mean(wide, dims, True)
     variance = reductions.mean(pointwise.mul(centered, centered), dims, True)
-    return pointwise.cast(pointwise.mul(centered, mint.rsqrt(variance + eps)), x.dtype)
+    return pointwise.narrowed(pointwise.mul(centered, mint.rsqrt(variance + eps)), x.dtype)
 
 
 def _affine(x: Tensor, weight: Any, bias: Any, shape: tuple[int, ...]) -> Tensor:
@@ -398,7 +398,7 @@ def batch_norm(
         centered, variance = x - mint.reshape(running_mean, channel), mint.reshape(running_var, channel)
     result = pointwise.mul(centered, mint.rsqrt(variance + eps))
     # Evaluation has the dtype of the running statistics, if that is wider.
-    result = pointwise.cast(result, x.dtype) if training else result
+    result = pointwise.narrowed(result, x.dtype) if training else result
     return _affine(result, weight, bias, channel)
 
 
@@ -411,7 +411,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> T
     Targets of -100 are ignored: their loss is 0, and a mean is over the others. Computed in float32 for half precision,
     whose sums of losses overflow.
     """
-    return pointwise.cast(_cross_entropy(pointwise.widened(logits), targets, reduction), logits.dtype)
+    return pointwise.narrowed(_cross_entropy(pointwise.widened(logits), targets, reduction), logits.dtype)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, reduction: str) -> Tensor:

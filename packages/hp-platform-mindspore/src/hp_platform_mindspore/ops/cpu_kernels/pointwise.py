@@ -81,9 +81,17 @@ def cast(x: Tensor, dtype: Any) -> Tensor:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
+_HALF = (ms.float16, ms.bfloat16)
+
+
 def widened(x: Tensor) -> Tensor:
     """Return `x`, or a 16-bit tensor as float32: squares overflow in float16, and sums lose digits in bfloat16."""
-    return x.astype(ms.float32) if x.dtype in (ms.float16, ms.bfloat16) else x
+    return x.astype(ms.float32) if x.dtype in _HALF else x
+
+
+def narrowed(x: Tensor, dtype: Any) -> Tensor:
+    """Return `x`, computed from a `widened` operand of this dtype, in half precision if that operand was."""
+    return cast(x, dtype) if dtype in _HALF else x
 
 
 def clone(x: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def norm(x: Tensor, p: Any = "fro", dim: Dims = None, keepdim: bool = False, dty
     """Compute the vector norm of order `p`, in float32 for half precision; its gradient at 0 is 0, as in torch."""
     x = x if dtype is None else x.astype(dtype)
     dims = tuple(range(x.ndim)) if dim is None else dim
-    return pointwise.cast(_norm(pointwise.widened(x), 2.0 if p == "fro" else float(p), dims, keepdim), x.dtype)
+    return pointwise.narrowed(_norm(pointwise.widened(x), 2.0 if p == "fro" else float(p), dims, keepdim), x.dtype)
 
 
 def _norm(x: Tensor, p: float, dims: int | Sequence[int], keepdim: bool) -> Tensor:
@@ -115,6 +115,9 @@ def std_or_var(name: str) -> Callable[..., Any]:
         # torch also takes `x.std(unbiased)`, with the flag in the place of the dimension.
         if isinstance(dim, bool):
             dim, unbiased = None, dim
+        # As torch: the mean of integers would be rounded.
+        if not x.is_floating_point():
+            raise TypeError(f"{name}: expected a floating-point tensor, got {x.dtype}; convert it first")
         dims = tuple(range(x.ndim)) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         count = math.prod(x.shape[d] for d in dims)
         # Bessel's correction by default, as in torch.
@@ -127,7 +130,7 @@ def std_or_var(name: str) -> Callable[..., Any]:
         if name.startswith("std"):
             nothing = result == 0
             result = pointwise.masked_fill(mint.sqrt(pointwise.masked_fill(result, nothing, 1.0)), nothing, 0.0)
-        result = pointwise.cast(result, x.dtype)
+        result = pointwise.narrowed(result, x.dtype)
         return (result, mean(x, dims, keepdim)) if name.endswith("mean") else result
 
     return found
@@ -153,7 +156,7 @@ def cumsum(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     dtype = result_dtype(mint.sum, x) if dtype is None else dtype
     x = x if dtype is None else pointwise.cast(x, dtype)
     # Added up in float32: sums of ones in float16 stop at 2048.
-    return pointwise.cast(ops.cumsum(pointwise.widened(x), dim), x.dtype) if x.size else pointwise.clone(x)
+    return pointwise.narrowed(ops.cumsum(pointwise.widened(x), dim), x.dtype) if x.size else pointwise.clone(x)
 
 
 def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
