@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hp_trainer import _files
-from hp_trainer._coordination import Alone
+from hp_trainer._coordination import Alone, report
 from hp_trainer.data import train_tokenizer
 from hp_trainer.exceptions import DataError, ExportError, describe_machine_error
 from hp_trainer.metrics import JsonLinesTracker, draw_loss_curve
@@ -90,3 +90,19 @@ def test_metrics_that_cannot_be_written_are_named_at_the_end_too(tmp_path: Path)
             with pytest.raises(OSError, match="File too large") as caught:
                 fails()
             assert caught.value.filename == str(tracker.path)
+
+
+def test_a_line_that_cannot_be_printed_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Full, closed in this process, and closed before the process was started.
+    with open("/dev/full", "w") as full, open(tmp_path / "closed", "w") as closed:
+        closed.close()
+        for stream in (full, closed, None):
+            monkeypatch.setattr("sys.stderr", stream)
+            report("a line")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    report("another")
+    assert capsys.readouterr() == ("", "hp-train: another\n")

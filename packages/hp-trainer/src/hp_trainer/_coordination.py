@@ -76,7 +76,11 @@ def coordinator(group: Group, what: str, do: Callable[[], Any], error: type[HPEr
 
 def report(line: str) -> None:
     """Print a line for the user to stderr. A stderr that is closed or full does not end a run."""
-    with contextlib.suppress(OSError):
+    # None if the process was started without one; `print` would write to stdout.
+    if sys.stderr is None:
+        return
+    # ValueError: it has been closed in this process.
+    with contextlib.suppress(OSError, ValueError):
         print(f"hp-train: {line}", file=sys.stderr, flush=True)
 
 
