@@ -17,6 +17,7 @@ from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing import run_ranks
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline import Pipeline, PipelineStage, TensorChunkSpec, TiedWeights, build_schedule, simulate
+from hp_trainer.pipeline.transfers import layout_of
 
 WIDTH, MICROBATCHES = 4, 4
 SCHEDULES = ["1f1b", "zero_bubble_h1", "zero_bubble_v"]
@@ -190,6 +191,30 @@ def test_stages_of_a_loop_are_refused_where_the_schedule_is_a_v(hp_platform):
 
     with pytest.raises(LaunchError, match=r"expected stages \[0, 3\] of 4, got 0 of 4, 2 of 4"):
         run_ranks(program, 2, hp_platform)
+
+
+def test_inputs_are_freed_before_a_deferred_weight_gradient(platform):
+    """An unsplit backward needs them no more; the micro-batch remains until its weight gradient."""
+    ones = platform.ops.ones((2, WIDTH), platform.dtype("float32"))
+    (module,) = model_of(platform, "plain", 1, ())
+    inputs = []
+
+    class Stage(PipelineStage):
+        def call(self, args, kwargs):
+            inputs.append(weakref.ref(args[0]))
+            return super().call(args, kwargs)
+
+    sent = platform.detach(ones)
+    platform.set_requires_grad(sent, True)
+    layout, tensors = layout_of(platform, sent, "a test")
+    stage = Stage(module, 1, 2, dw_builder=lambda: lambda: inputs.append(inputs[0]()), platform=platform)
+    stage.outputs(0, stage.forward(0, layout, tensors, {}, None))
+    (gradient,) = stage.input_grad(0, [ones])
+    assert stage.num_in_flight == 1
+    stage.weight_grad(0)
+    assert inputs[1] is None
+    platform.backward(module(sent), ones)
+    np.testing.assert_array_equal(platform.to_numpy(gradient), platform.to_numpy(platform.get_grad(sent)))
 
 
 def test_modules_in_place_of_stages_are_refused(hp_platform):
