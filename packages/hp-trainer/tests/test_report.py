@@ -155,8 +155,9 @@ def test_commands(make_run, tmp_path, capsys, monkeypatch) -> None:
         assert capsys.readouterr().err.startswith("hp-train: ")
 
 
-def test_damaged_configuration_is_told(make_run) -> None:
+@pytest.mark.parametrize("content", ["a: [", "a: 2001-99-99", "a: !!bool x", "[" * 100_000])
+def test_damaged_configuration_is_told(make_run, content: str) -> None:
     run = make_run("first")
-    (run / "config.yaml").write_text("a: [")
+    (run / "config.yaml").write_text(content)
     with pytest.raises(RunFolderError, match=r"config\.yaml is damaged"):
         RunHistory.read(run)

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
+
 from hp_trainer.exceptions import with_path
 
 # Upper bound of the files read here (settings, notes, templates), so that a wrong path cannot fill the memory.
@@ -58,6 +60,21 @@ def read_plain_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
     if size > most_bytes:
         raise OSError(errno.EINVAL, f"it has {size:,} bytes, more than the limit of {most_bytes:,}", str(path))
     return text
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value of a YAML file, read by `read_plain_text`.
+
+    Raises:
+        OSError: see `read_plain_text`.
+        ValueError: it is not YAML in UTF-8, has a value that does not match its tag, or is nested too deeply.
+    """
+    text = read_plain_text(path)
+    try:
+        return yaml.safe_load(text)
+    # PyYAML's constructors convert texts such as `2001-99-99` and `!!timestamp x` without checking them first.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _refuse_other_kinds(path: Path, kind: str | None) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from hp_trainer._files import read_plain_text, write_atomically
+from hp_trainer._files import read_yaml, write_atomically
 from hp_trainer.config import settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, RunFolderError
 from hp_trainer.metrics import read_metrics
@@ -60,8 +60,8 @@ class RunHistory:
         """
         run = RunFolder.open(path)
         try:
-            config = yaml.safe_load(read_plain_text(run.config_file))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            config = read_yaml(run.config_file)
+        except (OSError, ValueError) as error:
             raise RunFolderError(f"{run.config_file} is damaged: {error}") from error
         if not isinstance(config, dict):
             raise RunFolderError(f"{run.config_file} is damaged: it has no settings")

@@ -55,7 +55,13 @@ def test_a_run_of_a_platform_that_is_not_here_goes_on_with_the_one_that_is(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"model: [\n", "out/config.yaml:2: not YAML"), (b"\xff", "cannot be read")]
+    ("content", "message"),
+    [
+        (b"model: [\n", "out/config.yaml:2: not YAML"),
+        (b"\xff", "cannot be read"),
+        (b"model: 2001-99-99\n", "out/config.yaml:1: model.name"),
+        (b"model: !!timestamp x\n", "out/config.yaml:1: model.name"),
+    ],
 )
 def test_a_damaged_configuration_is_one_problem(work: Path, error, content: bytes, message: str) -> None:
     make_run(work).config_file.write_bytes(content)

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import yaml
 
 from hp_dtensor.launch import is_launched
 from hp_trainer._coordination import Interrupted
-from hp_trainer._files import read_plain_text
+from hp_trainer._files import read_yaml
 from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_newer
 from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument, run_argument
 from hp_trainer.cli.main import print_if_read
@@ -156,8 +155,8 @@ def _other_components(run: RunFolder, overrides: Overrides) -> list[Problem]:
 def _written_name(run: RunFolder, section: str) -> str | None:
     """Return the name of a component in the configuration of a run; None if it has none, or cannot be read."""
     try:
-        written = yaml.safe_load(read_plain_text(run.config_file))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
+        written = read_yaml(run.config_file)
+    except ValueError:
         # Reported with its line when the configuration is loaded.
         return None
     found = written.get(section) if isinstance(written, dict) else None

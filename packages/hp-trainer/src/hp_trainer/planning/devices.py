@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from hp_dtensor.comm.links import Links
-from hp_trainer._files import read_plain_text
+from hp_trainer._files import read_yaml
 from hp_trainer.exceptions import PlanError
 from hp_trainer.launch.examination import FILE_FORMAT, block_options
 from hp_trainer.models.estimates import MicroBatchShape
@@ -369,8 +369,8 @@ def _fitted(measured: _Measurements, given: dict[str, Any]) -> dict[str, Any]:
 
 def _read(path: Path) -> Device:
     try:
-        given = yaml.safe_load(read_plain_text(path))
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        given = read_yaml(path)
+    except (OSError, ValueError) as error:
         raise PlanError(f"device file {path} is not YAML: {error}") from error
     if not isinstance(given, dict):
         raise PlanError(f"device file {path}: expected the fields {_fields()}, got {given!r}")
