@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
+import io
 import math
 import socket
 import struct
@@ -25,7 +27,7 @@ from hp_trainer.metrics.libraries import (
     WandbConfig,
     WandbTracker,
 )
-from hp_trainer.metrics.tracker import evaluation_scalars, step_scalars
+from hp_trainer.metrics.tracker import JsonLinesTracker, evaluation_scalars, read_metrics, step_scalars
 from hp_trainer.records import EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.registries import Registries
 
@@ -214,6 +216,32 @@ def test_a_failure_after_a_delay_is_named(started, capsys, monkeypatch: pytest.M
     first, second = capsys.readouterr().err.splitlines()
     assert "is behind by 1 records" in first
     assert "has failed: OSError: no route to host" in second
+
+
+class Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_training_goes_on_if_a_warning_cannot_be_printed(
+    started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("damaged\n")
+    monkeypatch.setattr(BackgroundTracker, "MOST_PENDING", 1)
+    monkeypatch.setattr(BackgroundTracker, "FINISH_SECONDS", 0.2)
+    lines, slow = (
+        JsonLinesTracker(tmp_path / "metrics.jsonl"),
+        BackgroundTracker(blocking := Blocking("step", []), "slow"),
+    )
+    monkeypatch.setattr("sys.stderr", Full())
+    for tracker in (lines, slow):
+        tracker.start(started(0))
+        for number in range(1, 5):
+            tracker.step(step(number, 1.0))
+        tracker.finish()
+    blocking.free.set()
+    events = read_metrics(tmp_path / "metrics.jsonl")
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]
 
 
 def test_a_tracker_that_fails_is_named(started, capsys) -> None:

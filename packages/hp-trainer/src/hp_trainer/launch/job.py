@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
@@ -32,6 +31,7 @@ from hp_dtensor.launch.fork_server import forked_ranks
 from hp_dtensor.launch.local_launch import STOP_SIGNALS
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
+from hp_trainer import _coordination
 from hp_trainer._coordination import Group, Interrupted, coordinator
 from hp_trainer.checkpoint import Storage, find_latest, list_checkpoints
 from hp_trainer.checkpoint.index import step_of
@@ -515,11 +515,10 @@ def run_with_restarts(
                 if log.stem.removeprefix("rank").isdecimal():
                     log.rename(log.with_name(f"{log.stem}.failed-{failures}.log"))
             step = newest.step if newest is not None else 0
-            print(
-                f"hp-train: {error}\nhp-train: restarting the ranks from step {step} of {config.training.steps}; "
-                f"restarts left without a newer checkpoint: {restarts_left}",
-                file=sys.stderr,
-                flush=True,
+            _coordination.report(str(error))
+            _coordination.report(
+                f"restarting the ranks from step {step} of {config.training.steps}; "
+                f"restarts left without a newer checkpoint: {restarts_left}"
             )
             # Devices and ports of the ended ranks may take a moment to become free.
             time.sleep(_PAUSE_SECONDS)

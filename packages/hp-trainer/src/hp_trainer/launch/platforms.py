@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import os
-import sys
 from dataclasses import dataclass
 
 from hp_dtensor.exceptions import PlatformError
@@ -14,6 +12,7 @@ from hp_dtensor.launch import is_launched, leave_launcher, rank_environment
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.plugins import call_each, plugin_manager
 from hp_dtensor.platform.selection import get_platform
+from hp_trainer import _coordination
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, Problem, join_choices
 
@@ -58,9 +57,7 @@ def report_import(name: str) -> None:
 def report(line: str) -> None:
     """Print a message of the job to standard error: under a launcher only on rank 0."""
     if is_first_process():
-        # The terminal may be closed.
-        with contextlib.suppress(OSError):
-            print(f"hp-train: {line}", file=sys.stderr, flush=True)
+        _coordination.report(line)
 
 
 def is_first_process() -> bool:

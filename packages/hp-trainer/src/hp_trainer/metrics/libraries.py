@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from hp_trainer._coordination import report
 from hp_trainer.config import dump_config, section, settings_by_path, to_plain
 from hp_trainer.exceptions import Problem
 from hp_trainer.metrics.tracker import Tracker, evaluation_scalars, step_scalars
@@ -224,5 +224,5 @@ class MlflowTracker(Tracker):
         except MlflowException as error:
             # Once, since every further step would repeat it.
             if not self._has_warned:
-                print(f"hp-train: MLflow does not accept metrics at the moment: {error}", file=sys.stderr)
+                report(f"MLflow does not accept metrics at the moment: {error}")
             self._has_warned = True

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from pydantic import Field
 
+from hp_trainer._coordination import report
 from hp_trainer._files import strict_json, write_atomically
 from hp_trainer.config import section
 from hp_trainer.exceptions import TrainingError, with_path
@@ -142,7 +143,7 @@ class BackgroundTracker(Tracker):
             self._warn(what)
 
     def _warn(self, what: str) -> None:
-        print(f"hp-train: tracker {self._name} {what}; training continues", file=sys.stderr, flush=True)
+        report(f"tracker {self._name} {what}; training continues")
 
 
 def _first_line(error: BaseException) -> str:
@@ -188,7 +189,7 @@ class JsonLinesTracker(Tracker):
 
     def start(self, run: RunRecord) -> None:
         for line in damaged_lines(self.path):
-            print(f"hp-train: {self.path}: line {line} is damaged and is skipped", file=sys.stderr)
+            report(f"{self.path}: line {line} is damaged and is skipped")
         # Before the file is opened: `keep_steps` replaces it, and an open file would be the deleted one.
         keep_steps(self.path, run.first_step)
         # Line buffered: every event is on disk as soon as it has happened.

@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hp_trainer import _coordination
 from hp_trainer._files import (
     has_ended,
     link_new,
@@ -109,7 +109,7 @@ class RunLock:
 
     def __init__(self, folder: Path, report: Callable[[str], None] | None = None) -> None:
         self.path = folder / LOCK_FILE
-        self._folder, self._report = folder, report or _to_stderr
+        self._folder, self._report = folder, report or _coordination.report
         self._holder: Holder | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -325,7 +325,3 @@ def _parse(path: Path) -> Holder | None:
     if any(type(values[name]) is not kind for name, kind in kinds.items()):
         return None
     return Holder(**values)
-
-
-def _to_stderr(line: str) -> None:
-    print(f"hp-train: {line}", file=sys.stderr, flush=True)
