@@ -58,8 +58,9 @@ def test_checkpoints_of_stages_and_of_one_rank_continue_each_other(lab):
         {"parameter_groups": "[{match: [embed.*], lr_factor: 0.1}, {match: [head.*], weight_decay: 0}]"},
         {"training__freeze": "[embed.*, 'layers.0.*']", "parameter_groups": "[{match: [head.*], lr_factor: 2}]"},
         {"training__freeze": "['layers.1.*', norm.*, head.*]"},
+        {"training__freeze": "[embed.*]", "model__tie_word_embeddings": True},
     ],
-    ids=["groups", "first stage frozen", "last stage frozen"],
+    ids=["groups", "first stage frozen", "last stage frozen", "tied weights frozen"],
 )
 def test_settings_of_parameters_of_one_stage_are_those_of_one_rank(torch_or, lab, settings):
     torch_or(len(settings) == 2)
