@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from training_runs import Lab, losses, tensors
 
+from hp_dtensor import Shard
 from hp_dtensor.comm.mesh import init_device_mesh
+from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel import nn
-from hp_dtensor.tensor.conversions import distribute_tensor
+from hp_dtensor.tensor.conversions import distribute_tensor, local_of
 from hp_dtensor.testing import run_ranks
 from hp_trainer.checkpoint import Checkpoint, LocalStorage, save_checkpoint
 from hp_trainer.config import AdamWConfig
@@ -18,7 +21,8 @@ from hp_trainer.exceptions import CheckpointError
 from hp_trainer.optimizers import AdamW8bitConfig, state_bytes
 from hp_trainer.optimizers.adamw_8bit import CodeSearch, dynamic_values
 from hp_trainer.plugins import registries
-from hp_trainer.training.state import load_state, state_parts
+from hp_trainer.training.recovery import Snapshot
+from hp_trainer.training.state import load_state, named_state, state_parts
 
 EIGHT_BIT = "{name: adamw_8bit, lr: 5.0e-3, eps: 1.0e-5, min_elements: 64}"
 
@@ -262,6 +266,44 @@ def test_states_saved_in_half_precision_are_taken_up_as_float32_and_others_refus
     for name, dtype in (("model.x", "float32"), ("model.x", "float16"), (slots[0], "int32")):
         with pytest.raises(CheckpointError, match=f"{name}: expected .*float.*, got {dtype}"):
             load_state(hp_platform, *started(), saved(f"{name}{dtype}", {name: dtype}))
+
+
+def test_a_snapshot_for_recovery_restores_weights_and_codes(hp_platform, weights):
+    """Five rows of bfloat16 on two ranks: shards are uneven, and dtypes of different widths are in one snapshot."""
+
+    def program(rank):
+        platform, mesh = hp_platform, init_device_mesh("cpu", (2,), platform=hp_platform)
+
+        def sharded(values):
+            half = platform.ops.cast(platform.from_numpy(values[:5]), platform.dtype("bfloat16"))
+            return distribute_tensor(half, mesh, (Shard(0),))
+
+        with nn.building(platform):
+            model = nn.Module()
+            model.x = platform.Parameter(sharded(weights))
+        optimizer = built(platform, "adamw_8bit", AdamW8bitConfig(), platform.named_parameters(model))
+        setup = SimpleNamespace(platform=platform, model=model, optimizer=optimizer, average=None)
+
+        def step(values):
+            platform.set_grad(model.x, sharded(values))
+            optimizer.step(0.1)
+            return {
+                name: np.array(platform.to_numpy(local_of(platform, x)))
+                for name, x in named_state(platform, model, optimizer)
+            }
+
+        before = step(weights + rank)
+        snapshot = Snapshot.take(setup, 1, {"step": 1}, lambda size: np.empty(size, np.uint8))
+        after = step(weights**2)
+        assert all((after[name] != value).any() for name, value in before.items())
+        assert snapshot.restore(setup) == {"step": 1}
+        for name, x in named_state(platform, model, optimizer):
+            np.testing.assert_array_equal(platform.to_numpy(local_of(platform, x)), before[name], err_msg=name)
+        return {name: value.shape for name, value in before.items()}
+
+    names = ("model.x", "optimizer.x.exp_avg", "optimizer.x.exp_avg_sq")
+    expected = [dict.fromkeys(names, (rows, 700)) for rows in (3, 2)]
+    assert run_ranks(lambda: program(current_world(hp_platform).rank), 2, hp_platform) == expected
 
 
 def bfloat16_of(platform, values):
