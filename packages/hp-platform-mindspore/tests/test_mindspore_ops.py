@@ -209,6 +209,18 @@ def test_sums_of_half_precision_do_not_stop(platform):
     loss = platform.ops.cross_entropy(logits, targets)
     assert loss.dtype == ms.float16
     assert float(loss) == float(np.float16(np.log(4)))
+    loss = platform.operations.nll_loss(Tensor(np.full((70000, 4), -4, np.float16)), targets)
+    assert loss.dtype == ms.float16
+    assert float(loss) == 4
+    average = platform.operations.nanmean(Tensor(np.ones(70000, np.float16)))
+    assert average.dtype == ms.float16
+    assert float(average) == 1
+
+
+def test_ignored_targets_have_no_loss_even_if_class_0_is_impossible(platform):
+    likelihood = Tensor(np.array([[-np.inf, -1], [-np.inf, -2]], np.float32))
+    for weight in (None, Tensor(np.array([3, 2], np.float32))):
+        assert float(platform.operations.nll_loss(likelihood, _long(-100, 1), weight)) == 2
 
 
 def test_a_norm_of_integers_is_no_integer(platform):
@@ -228,6 +240,8 @@ def test_a_norm_of_integers_is_no_integer(platform):
         (lambda run, x: run.quantile(x, -0.2), ValueError, "expected q from 0 to 1, got -0.2"),
         (lambda run, x: run.kthvalue(x, 0), IndexError, "expected k from 1 on, got 0"),
         (lambda run, x: run.topk(x, -1), IndexError, "expected a number of values from 0 on, got -1"),
+        (lambda run, x: run.diag_embed(x, 0, 1, -1), IndexError, "two different dimensions of 2, got 1 and -1"),
+        (lambda run, x: run.diag_embed(x, 0, 0, 2), IndexError, "two different dimensions of 2, got 0 and 2"),
         (lambda run, x: run.embedding(_long(0, -1), run.unsqueeze(x, 1)), IndexError, "from 0 to 2, got -1"),
         (lambda run, x: run.embedding(_long(3), run.unsqueeze(x, 1)), IndexError, "from 0 to 2, got 3"),
         (lambda run, x: run.one_hot(_long(0, -1), 3), IndexError, "from 0 to 2, got -1"),

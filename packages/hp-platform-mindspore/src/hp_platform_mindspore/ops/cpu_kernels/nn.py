@@ -436,18 +436,25 @@ def nll_loss(
         x, target = mint.unsqueeze(x, 0), mint.unsqueeze(target, 0)
         loss = nll_loss(x, target, weight, ignore_index=ignore_index, reduction=reduction)
         return mint.squeeze(loss, 0) if reduction == "none" else loss
-    # Ignored targets are set to class 0, so that the gather is valid, and get weight 0.
-    valid = (target != ignore_index).astype(target.dtype)
-    target = target * valid
+    # In float32 for half precision, whose sums of losses and of weights overflow.
+    weight = None if weight is None else pointwise.widened(weight)
+    return pointwise.narrowed(_nll_loss(pointwise.widened(x), target, weight, ignore_index, reduction), x.dtype)
+
+
+def _nll_loss(x: Tensor, target: Tensor, weight: Any, ignore_index: int, reduction: str) -> Tensor:
+    # Ignored targets are set to class 0, so that the gather is valid. Their loss is 0, even if that of class 0 is
+    # infinite, and so is their weight.
+    ignored = target == ignore_index
+    target = pointwise.masked_fill(target, ignored, 0)
     # Gathers take negative classes from the end, so they become one that is out of range.
     target = pointwise.where(target < 0, x.shape[1], target).astype(target.dtype)
-    weights = valid.astype(x.dtype)
-    if weight is not None:
-        # A mean divides by the sum of these weights, as torch does.
-        weights = weights * ops.gather(weight, target, 0)
-    losses = -mint.squeeze(shapes.gather(x, 1, mint.unsqueeze(target, 1)), 1) * weights
+    weights = (target >= 0).astype(x.dtype) if weight is None else ops.gather(weight, target, 0)
+    weights = pointwise.masked_fill(weights, ignored, 0.0)
+    picked = mint.squeeze(shapes.gather(x, 1, mint.unsqueeze(target, 1)), 1)
+    losses = pointwise.mul(pointwise.masked_fill(-picked, ignored, 0.0), weights)
     if reduction == "none":
         return losses
+    # A mean divides by the sum of the weights, as torch does.
     return reductions.total(losses) / reductions.total(weights) if reduction == "mean" else reductions.total(losses)
 
 

@@ -140,8 +140,10 @@ def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = N
     x = x if dtype is None else x.astype(dtype)
     # Masks and counts have no gradient, so NumPy computes them.
     there = ~np.isnan(numbers(x))
-    counts = np.asarray(there.sum(axis=_axes(dim), keepdims=keepdim)).astype(HOST_DTYPES[x.dtype])
-    return pointwise.div(total(pointwise.masked_fill(x, share(~there), 0.0), dim, keepdim), share(counts))
+    wide = pointwise.widened(x)
+    counts = np.asarray(there.sum(axis=_axes(dim), keepdims=keepdim)).astype(HOST_DTYPES[wide.dtype])
+    average = pointwise.div(total(pointwise.masked_fill(wide, share(~there), 0.0), dim, keepdim), share(counts))
+    return pointwise.narrowed(average, x.dtype)
 
 
 def bincount(x: Tensor, minlength: int) -> Tensor:

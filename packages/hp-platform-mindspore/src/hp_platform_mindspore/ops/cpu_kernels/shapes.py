@@ -140,7 +140,9 @@ def tile(x: Tensor, *repeats: Any) -> Tensor:
 
 def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     """Write the last dimension on the diagonals of matrices, whose rows and columns become `dim1` and `dim2`."""
-    length = x.shape[-1]
+    length, ndim = x.shape[-1], x.ndim + 1
+    if not -ndim <= min(dim1, dim2) <= max(dim1, dim2) < ndim or (dim1 - dim2) % ndim == 0:
+        raise IndexError(f"diag_embed: expected two different dimensions of {ndim}, got {dim1} and {dim2}")
     size = length + abs(offset)
     # Off the diagonal all indices point to the zero appended below.
     places = np.full((size, size), length)
@@ -148,9 +150,9 @@ def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Te
     places[steps + max(0, -offset), steps + max(0, offset)] = steps
     padded = cat([x, creation.zeros((*x.shape[:-1], 1), x.dtype)], -1)
     square = index_select(padded, -1, share(places))
-    order = list(range(square.ndim - 2))
+    order = list(range(ndim - 2))
     # In ascending order, so that each insertion leaves the earlier one in its place.
-    for dim, source in sorted(((dim1 % square.ndim, square.ndim - 2), (dim2 % square.ndim, square.ndim - 1))):
+    for dim, source in sorted(((dim1 % ndim, ndim - 2), (dim2 % ndim, ndim - 1))):
         order.insert(dim, source)
     return mint.permute(square, tuple(order))
 
