@@ -18,6 +18,7 @@ from hp_dtensor import (
     distribute_tensor,
     explicit_redistribution,
     from_local,
+    parallelize_value_and_grad,
 )
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.exceptions import LaunchError, ShardingRuleError
@@ -400,3 +401,20 @@ def test_integers_are_not_rounded_part_by_part(hp_platform: Platform, name: str)
     if not _has(hp_platform, name):
         pytest.skip(f"{hp_platform.name} has no {name}")
     run_ranks(_of_integers, 2, hp_platform, hp_platform, name)
+
+
+def test_logsumexp_of_infinite_values(hp_platform: Platform) -> None:
+    rows = np.array([[200, 0, 0, np.inf], [-np.inf, -np.inf, 0, 0], [-np.inf] * 4, [1, 2, np.nan, 3]], np.float32)
+
+    def program() -> tuple[np.ndarray, np.ndarray]:
+        mesh, ops = DeviceMesh("cpu", (2,), platform=hp_platform), hp_platform.ops
+        x = distribute_tensor(hp_platform.from_numpy(rows), mesh, [Shard(1)])
+        value = hp_platform.to_numpy(ops.logsumexp(x, 1).full_tensor())
+        hp_platform.set_requires_grad(x, True)
+        _, grad = parallelize_value_and_grad(lambda: ops.sum(ops.logsumexp(x, 1)), x)()
+        return value, hp_platform.to_numpy(grad.full_tensor())
+
+    for value, grad in run_ranks(program, 2, hp_platform):
+        np.testing.assert_allclose(value, [np.inf, np.log(2), -np.inf, np.nan], rtol=1e-6)
+        # exp(200) is infinite in float32: the gradient of a finite value next to an infinite one is 0 all the same.
+        np.testing.assert_allclose(grad[:2], [[0, 0, 0, np.nan], [0, 0, 0.5, 0.5]], rtol=1e-6)

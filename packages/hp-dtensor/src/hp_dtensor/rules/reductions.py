@@ -336,8 +336,9 @@ def logsumexp(reduced: Sequence[int], keepdim: bool) -> Local:
         ops, groups, x = call.platform.ops, groups_of(call, reduced), call.to_float32(call.arguments["input"])
         # Not merged as f(f(a), f(b)): a shard of minus infinities, such as masked logits, would get the gradient NaN.
         highest = reduce_data_over(extreme_of_shard(call, call.platform.detach(x), "max", reduced), groups, "max")
-        # Where the maximum is infinite nothing is subtracted, since inf - inf is NaN.
-        highest = ops.masked_fill(highest, ops.eq(ops.abs(highest), math.inf), 0.0)
+        # An infinite maximum becomes the largest number: inf - inf is NaN, and so is the gradient of exp(x) = inf.
+        limit = float(np.finfo(call.platform.dtype_name(x.dtype)).max)
+        highest = ops.clamp(highest, -limit, limit)
         total = sum_over(ops.sum(ops.exp(ops.sub(x, highest)), tuple(reduced), True), groups)
         result = ops.cast(ops.add(ops.log(total), highest), call.arguments["input"].dtype)
         return drop_dims(call, result, reduced, keepdim)
