@@ -1,13 +1,19 @@
-"""Host buffers: those of one size share their pages one after another, and large ones go back to the system."""
+"""Host buffers, which share pages and go back to the system, and models whose backward has failed, which are freed."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from hp_dtensor.testing import run_ranks
+from hp_fsdp import fully_shard
+from hp_fsdp.communication import Communication
 from hp_platform_torch.fsdp.storage import RETAINED_BYTES, allocate_on_host, refill_on_host
+from hp_platform_torch.processes import _drop_failed_nodes
 
 MEBIBYTE = 2**20
 
@@ -70,3 +76,40 @@ def test_large_buffers_leave_nothing_resident():
         assert buffer.fill_(3)[::MEBIBYTE].tolist() == [3] * (RETAINED_BYTES // MEBIBYTE + extra)
         del buffer
     assert resident_bytes() - before < 8 * MEBIBYTE
+
+
+class Failing(Communication):
+    """Raises at one of its reductions, as a collective does when a peer has died."""
+
+    def __init__(self, fails_at):
+        self.left = fails_at
+
+    def reduce_scatter(self, output, full, group):
+        self.left -= 1
+        if not self.left:
+            raise RuntimeError("a peer has died")
+        return super().reduce_scatter(output, full, group)
+
+
+def context_of_failed(fails_at):
+    """Return a weak reference to what the layers of a discarded model share, whose backward has raised."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    model.set_communication(Failing(fails_at))
+    with pytest.raises(RuntimeError, match="a peer has died"):
+        model(torch.ones(2, 4)).sum().backward()
+    return weakref.ref(model._fsdp.schedule_of_root().context)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+def test_a_discarded_model_whose_backward_has_failed_is_freed_with_its_connections(hp_platform, fails_at):
+    def program():
+        context = context_of_failed(fails_at)
+        # What a rank does after the death of another one.
+        _drop_failed_nodes()
+        gc.collect()
+        return context() is None
+
+    assert run_ranks(program, 2, hp_platform) == [True, True]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -131,6 +132,7 @@ class TorchProcesses(Platform):
         self._default_group = dist.group.WORLD if is_left else None
         if world is not None:
             world.close()
+            _drop_failed_nodes()
         # Cached plans refer to meshes, and so to this world and its connections.
         forget_plans()
         if self._owns_process_group:
@@ -227,3 +229,18 @@ def _check_same_job(rank: int, size: int) -> None:
     have = dist.get_rank(), dist.get_world_size()
     if have != (rank, size):
         raise PlatformError(f"torch.distributed is already rank {have[0]} of {have[1]}; expected rank {rank} of {size}")
+
+
+def _drop_failed_nodes() -> None:
+    """Let autograd drop the nodes that a failed backward of this thread has left in its queue.
+
+    They keep a model and its connections in memory, at which peers wait. Autograd takes nodes with higher sequence
+    numbers first, so those of later backwards never let it reach them. Sequence numbers are counted per thread: a node
+    made in a new thread is taken last, after the ones that were left, which are dropped as their backward is over.
+    """
+    made: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True).clone()))
+    thread.start()
+    thread.join()
+    with torch.inference_mode(False):
+        made[0].backward()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import operator
@@ -411,6 +412,8 @@ class _Member:
     def leave(self, message: Leave) -> None:
         """Close the connections, at which survivors fail that wait for this rank in another group."""
         self._platform.disconnect()
+        # Connections end with their last reference, which cycles of the old model have.
+        gc.collect()
         self._link.send(Left(message.generation))
 
     def _take_place(self, setup: Setup) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import signal
 import time
 import traceback
@@ -292,12 +291,11 @@ def _train_through_deaths(
 
 
 def _release_frames(error: BaseException | None) -> None:
-    """Release the frames of an error and its causes, which refer to the model and to connections of the generation."""
+    """Release the frames of an error and its causes, which refer to the model and its connections."""
     while error is not None:
         # `traceback.clear_frames` is not enough: a cleared frame still refers to its function, and so to its closure.
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
-    gc.collect()
 
 
 def _train_rank(
