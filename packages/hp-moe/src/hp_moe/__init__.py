@@ -55,7 +55,7 @@ from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import Scoring, TokenChoiceTopKRouter
 from hp_moe.routing import Capacity, Routing
 
-__version__ = "0.2.1"
+__version__ = "0.2.2"
 
 __all__ = [
     "Activation",
