@@ -37,6 +37,7 @@ GO_ON = (
     Layout("2 shards with copies", 2, ("--fault_tolerance.copies=1",)),
     Layout("2 replicas (HSDP) without copies", 2, (*REPLICAS, "--fault_tolerance.copies=0")),
     Layout("2 replicas of 2 shards (HSDP) without copies", 4, (*REPLICAS, "--fault_tolerance.copies=0")),
+    Layout("2 replicas of 2 shards (HSDP) with copies", 4, (*REPLICAS, "--fault_tolerance.copies=1")),
 )
 # From a checkpoint.
 START_AGAIN = (
