@@ -284,7 +284,7 @@ def cross(session: nox.Session, platform: str, **variables: str) -> None:
     selected = () if session.posargs else every
     # The rules are code of hp-dtensor, run on torch in all these placements; an operation takes MindSpore ten times as
     # long on the CPU.
-    share = ("--hp-share=1/3",) if platform == "mindspore" else ()
+    share = ("--hp-share=1/6",) if platform == "mindspore" else ()
     pytest(session, full(platform), *one_core(platform), *share, *selected, HP_PLATFORM=platform, **variables)
 
 

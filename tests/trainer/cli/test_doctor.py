@@ -47,6 +47,7 @@ def test_one_process_measures_itself(platform, command, tmp_path, capsys):
     assert "add inner_bandwidth" in (tmp_path / "device.yaml").read_text()
 
 
+@pytest.mark.usefixtures("torch_suffices")
 def test_two_ranks_measure_their_link(platform, command, tmp_path, capsys):
     assert command("--ranks=2", "--to", str(tmp_path / "report.md"), "--to", str(tmp_path / "device.yaml")) == 0
     out = capsys.readouterr().out
