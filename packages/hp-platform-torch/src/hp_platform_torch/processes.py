@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -232,15 +231,9 @@ def _check_same_job(rank: int, size: int) -> None:
 
 
 def _drop_failed_nodes() -> None:
-    """Let autograd drop the nodes that a failed backward of this thread has left in its queue.
+    """Let autograd drop the nodes of a failed backward of this thread, which it retains until the thread's next one.
 
-    They keep a model and its connections in memory, at which peers wait. Autograd takes nodes with higher sequence
-    numbers first, so those of later backwards never let it reach them. Sequence numbers are counted per thread: a node
-    made in a new thread is taken last, after the ones that were left, which are dropped as their backward is over.
+    They hold a model and its connections, at which peers would wait.
     """
-    made: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: made.append(torch.zeros((), requires_grad=True).clone()))
-    thread.start()
-    thread.join()
-    with torch.inference_mode(False):
-        made[0].backward()  # type: ignore[no-untyped-call]
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
