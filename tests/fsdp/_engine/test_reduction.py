@@ -36,7 +36,10 @@ from hp_fsdp import (
     FSDPModule,
     FullyShardError,
     MixedPrecisionPolicy,
+    PlannedParameter,
     fully_shard,
+    memory_use,
+    plan_group,
 )
 
 # Mixed precision ------------------------------------------------------------------------------------------
@@ -268,6 +271,10 @@ def test_gradients_wider_than_their_parameters(hp_platform):
             assert grad.dtype == hp_platform.dtype("float32")
             numpy.testing.assert_array_equal(full_value(hp_platform, grad), 257.0 * count)
         assert model.weight.dtype == hp_platform.dtype(low)
+        weight = PlannedParameter("weight", (2, 1), itemsize=2)
+        (planned,) = plan_group([weight], 2, reduce_itemsize=4, grad_itemsize=4)
+        # Padding included: float32 gradients of bfloat16 shards.
+        assert planned.gradient == 2 * planned.shard == 2 * memory_use(model).shards
 
     run_ranks(rank, 2, hp_platform)
 

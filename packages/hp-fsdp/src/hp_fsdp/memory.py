@@ -168,6 +168,7 @@ class PlannedBuffer:
         num_replicas: number of ranks that hold the same shard.
         trainable: its parameters get gradients.
         is_offloaded: shards are stored in host memory, so that even a single rank needs a full buffer.
+        grad_itemsize: bytes of an element of the reduced gradients. None: `itemsize`.
 
     Examples:
         >>> from hp_fsdp import PlannedParameter, plan_group
@@ -183,11 +184,16 @@ class PlannedBuffer:
     num_replicas: int = 1
     trainable: bool = True
     is_offloaded: bool = False
+    grad_itemsize: int | None = None
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the shard."""
         return self.parameters[0].itemsize
+
+    @property
+    def _grad_itemsize(self) -> int:
+        return self.grad_itemsize or self.itemsize
 
     @property
     def full_is_shard(self) -> bool:
@@ -220,12 +226,12 @@ class PlannedBuffer:
     @property
     def reduces_in_place(self) -> bool:
         """The full gradients become those of the shard: nothing is sharded, copied or cast."""
-        return self.layout.num_shards == 1 and self.reduce_itemsize == self.itemsize and not self.is_offloaded
+        return self.layout.num_shards == 1 and self.reduce_itemsize == self._grad_itemsize and not self.is_offloaded
 
     @property
     def gradient(self) -> int:
         """Gradients of the sharded parameters: views of one buffer, padding included."""
-        return self.layout.shard_numel * self.itemsize if self.trainable else 0
+        return self.layout.shard_numel * self._grad_itemsize if self.trainable else 0
 
     @property
     def gather_wire(self) -> int:
@@ -277,6 +283,7 @@ def plan_group(
     reduce_itemsize: int | None = None,
     num_replicas: int = 1,
     is_offloaded: bool = False,
+    grad_itemsize: int | None = None,
 ) -> list[PlannedBuffer]:
     """Return the flat buffers of the group that `fully_shard` would make of these parameters.
 
@@ -287,6 +294,8 @@ def plan_group(
         reduce_itemsize: bytes of the dtype of the reduction. None: `param_itemsize`.
         num_replicas: size of the replicate axis.
         is_offloaded: the shards are stored in host memory.
+        grad_itemsize: bytes of the dtype of the reduced gradients (`MixedPrecisionPolicy.grad_dtype`). None: the
+            parameters' own.
 
     Examples:
         >>> from hp_fsdp import PlannedParameter, plan_group
@@ -313,6 +322,7 @@ def plan_group(
                     num_replicas,
                     trainable,
                     is_offloaded,
+                    grad_itemsize,
                 )
             )
     return planned
