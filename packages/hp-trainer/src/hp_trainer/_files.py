@@ -23,6 +23,8 @@ from hp_trainer.exceptions import with_path
 
 # Upper bound of the files read here (settings, notes, templates), so that a wrong path cannot fill the memory.
 _MOST_BYTES = 256 << 20
+# Nodes within each other in a YAML text, far above those of any real file.
+DEEPEST_YAML = 50
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -62,6 +64,20 @@ def read_plain_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
     return text
 
 
+class YamlLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with a limit on the depth, because it takes quadratic time for nested brackets."""
+
+    def fetch_more_tokens(self) -> None:
+        """Scan the next token.
+
+        Raises:
+            RecursionError: the text is nested too deeply.
+        """
+        if self.flow_level + len(self.indents) > DEEPEST_YAML:
+            raise RecursionError(f"nested more than {DEEPEST_YAML} levels deep")
+        super().fetch_more_tokens()
+
+
 def read_yaml(path: Path) -> Any:
     """Return the value of a YAML file, read by `read_plain_text`.
 
@@ -71,9 +87,11 @@ def read_yaml(path: Path) -> Any:
     """
     text = read_plain_text(path)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, YamlLoader)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
     # PyYAML's constructors convert texts such as `2001-99-99` and `!!timestamp x` without checking them first.
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 

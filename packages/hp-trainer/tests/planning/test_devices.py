@@ -198,3 +198,19 @@ def test_bad_measurements_are_named(tmp_path: Path, products: list[str], collect
 def test_known_devices_are_read_once_and_found_in_any_case() -> None:
     assert set(known_devices()) == {"H100", "H100-96GB", "H200", "H800", "A100", "910B"}
     assert find_device("h800") is find_device("H800")
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("[" * 5000, "is not YAML: nested more than 50 levels deep"),
+        ("memory: " + "{a: " * 5000, "is not YAML: nested more than 50 levels deep"),
+        ("- " * 5000, "is not YAML: nested more than 50 levels deep"),
+        # Aliases that stand for 2^40 values.
+        ("[&a0 [0]" + "".join(f", &a{i + 1} [*a{i}, *a{i}]" for i in range(40)) + "]", "expected the fields"),
+    ],
+)
+def test_deeply_nested_files_are_refused_quickly(tmp_path: Path, text: str, printed: str) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(PlanError, match=printed):
+        find_device(str(tmp_path / "mine.yaml"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from hp_trainer._files import read_plain_text
+from hp_trainer._files import DEEPEST_YAML, YamlLoader, read_plain_text
 from hp_trainer.config.sections import Text
 from hp_trainer.exceptions import ConfigError, Problem
 
@@ -60,7 +60,7 @@ _TYPED = ("null", "bool", "int", "float")
 _TEXT = ("str", "timestamp", "binary", "value", "merge")
 # Far above any real configuration. Without limits, nested YAML aliases ("billion laughs") would expand a short text
 # into millions of values.
-_LONGEST_TEXT, _DEEPEST, _MOST_VALUES = 2**20, 50, 20_000
+_LONGEST_TEXT, _MOST_VALUES = 2**20, 20_000
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _resolver: Any = yaml.resolver.Resolver()
 _SAFE = yaml.SafeLoader("")
@@ -162,9 +162,9 @@ def parse_yaml(
         return None, [Problem(path="", what=what, expected="a configuration", got=f"{len(text):,}", source=source)]
     try:
         # Nodes instead of values, because they have line numbers and the original text.
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except RecursionError:
-        return None, [Problem(path="", what=f"nested more than {_DEEPEST} levels deep", source=source)]
+        node = yaml.compose(text, Loader=YamlLoader)
+    except RecursionError as error:
+        return None, [Problem(path="", what=str(error), source=source)]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{source}:{mark.line + 1}" if mark and numbered else source
@@ -203,8 +203,8 @@ class _Builder:
             return Scalar("", "null", where)
         # Aliased nodes are built and counted at each use.
         self._num_values += 1
-        if len(self._open) >= _DEEPEST:
-            raise _TooLargeError(f"nested more than {_DEEPEST} levels deep")
+        if len(self._open) >= DEEPEST_YAML:
+            raise _TooLargeError(f"nested more than {DEEPEST_YAML} levels deep")
         if self._num_values > _MOST_VALUES:
             raise _TooLargeError(f"more than {_MOST_VALUES:,} values, counting each use of an alias (*name)")
         self._open.add(id(node))

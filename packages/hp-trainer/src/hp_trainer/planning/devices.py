@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import reprlib
 from collections.abc import Iterable, Sequence
 from dataclasses import field, fields
 from importlib.resources import files
@@ -373,7 +374,7 @@ def _read(path: Path) -> Device:
     except (OSError, ValueError) as error:
         raise PlanError(f"device file {path} is not YAML: {error}") from error
     if not isinstance(given, dict):
-        raise PlanError(f"device file {path}: expected the fields {_fields()}, got {given!r}")
+        raise PlanError(f"device file {path}: expected the fields {_fields()}, got {reprlib.repr(given)}")
     lists = {each.name: given.pop(each.name) for each in fields(_Measurements) if each.name in given}
     try:
         measured = TypeAdapter(_Measurements).validate_python(lists)
