@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from math import isqrt
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import World
 
 ExpertMesh = Literal["folded", "peer"]
+EXPERT_MESHES: tuple[ExpertMesh, ...] = get_args(ExpertMesh)
 
 # Fields of `ParallelDims` that are degrees of parallelism, `ulysses_degree` included.
 DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_degree")
@@ -19,6 +20,7 @@ DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "ulysses_d
 LAYOUT_COLUMNS = (*DEGREES[:-1], "expert_mesh")
 
 CpMethod = Literal["auto", "ulysses", "ring", "all_gather"]
+CP_METHODS: tuple[CpMethod, ...] = get_args(CpMethod)
 
 # Axes of the dense mesh, outermost first. Folded: pipeline stages communicate least and are outermost, tensor parallel
 # ranks communicate most and are neighbours. Peer: the order of the HyperParallel interface.

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import World, current_world, joined_world
@@ -18,6 +18,7 @@ from hp_trainer.parallel.axes import (
     ALIASES,
     DEGREES,
     DENSE_AXES,
+    EXPERT_MESHES,
     LAYOUT_COLUMNS,
     CpMethod,
     ExpertMesh,
@@ -327,7 +328,7 @@ def list_layouts(
     model: Any = None,
     seq_len: int | None = None,
     has_experts: bool | None = None,
-    expert_meshes: Sequence[ExpertMesh] = get_args(ExpertMesh),
+    expert_meshes: Sequence[ExpertMesh] = EXPERT_MESHES,
     checks: Sequence[Check] = (),
 ) -> Iterator[Layout]:
     """Yield every layout whose degrees multiply to `world_size`.

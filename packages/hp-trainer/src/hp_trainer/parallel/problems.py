@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 from hp_moe.dispatch import dispatchers
 from hp_moe.expert_parallel import CHUNKED, COPYING
 from hp_trainer.exceptions import Problem, join_choices
 from hp_trainer.parallel.axes import (
+    CP_METHODS,
     DEGREES,
-    CpMethod,
+    EXPERT_MESHES,
     ExpertMesh,
     degrees_without_dp_shard,
     dense_degrees,
@@ -52,7 +53,7 @@ def chosen_expert_mesh(dims: Any) -> ExpertMesh:
 
 def _ambiguous(dims: Any) -> Problem:
     """Return the problem of `dp_shard=-1` with expert parallelism, with both possible values."""
-    fills = {kind: dims.world_size / product(dims, degrees_without_dp_shard(kind)) for kind in get_args(ExpertMesh)}
+    fills = {kind: dims.world_size / product(dims, degrees_without_dp_shard(kind)) for kind in EXPERT_MESHES}
     return Problem(
         path="dp_shard",
         what=f"-1 with ep = {dims.ep} is ambiguous: dp_shard would be {fills['folded']:g} if experts reuse the dense "
@@ -100,12 +101,12 @@ def _malformed(dims: Any) -> Iterator[Problem]:
         if not is_integer or (value < 1 and not (name == "dp_shard" and value == -1)):
             expected = "-1 or an integer >= 1" if name == "dp_shard" else "an integer >= 1"
             yield Problem(path=name, what="impossible degree", expected=expected, got=repr(value), hint=f"{name}=1")
-    if dims.expert_mesh not in (None, *get_args(ExpertMesh)):
+    if dims.expert_mesh not in (None, *EXPERT_MESHES):
         what = "unknown placement of experts"
         yield Problem(path="expert_mesh", what=what, expected="'folded' or 'peer'", got=repr(dims.expert_mesh))
-    if dims.cp_method not in (None, *get_args(CpMethod)):
+    if dims.cp_method not in (None, *CP_METHODS):
         what = "unknown method of context parallelism"
-        yield Problem(path="cp_method", what=what, expected=join_choices(get_args(CpMethod)), got=repr(dims.cp_method))
+        yield Problem(path="cp_method", what=what, expected=join_choices(CP_METHODS), got=repr(dims.cp_method))
 
 
 def _dispatcher_problems(dims: Any) -> Iterator[Problem]:

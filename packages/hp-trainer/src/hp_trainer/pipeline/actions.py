@@ -1,7 +1,7 @@
 """Actions of a pipeline, schedules, and their lowering to the list of actions that one rank executes.
 
 A `Schedule` holds only computations, one list of actions for each rank. `rank_actions` adds transfers and the gathers
-of sharded parameters. `dependencies` states the data flow between actions, for all users of schedules.
+of sharded parameters. `simulation.flow_of` states the data flow between actions, for all users of schedules.
 
 The text form follows torch.distributed.pipelining: stage, kind, micro-batch, as in `2F0`.
 """
@@ -112,6 +112,10 @@ class Schedule:
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
 
+    def __hash__(self) -> int:
+        # Without the actions, of which a schedule of many ranks has a hundred thousand.
+        return hash((self.rank_of_stage, self.num_microbatches, *map(len, self.actions)))
+
     @property
     def num_ranks(self) -> int:
         return len(self.actions)
@@ -158,25 +162,6 @@ class Schedule:
 
 PRODUCES_INPUT_GRAD = (Kind.BACKWARD, Kind.INPUT_GRAD)
 """Kinds of action that compute the gradients of a stage's inputs."""
-
-
-def dependencies(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return the dependencies of `action`: of each tuple, one action must be finished before `action` can start.
-
-    A tuple has two actions where the next stage's gradient comes from a `BACKWARD` or an `INPUT_GRAD`, whichever the
-    schedule contains.
-    """
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.FORWARD:
-        return [(Action(stage - 1, Kind.FORWARD, microbatch),)] if stage else []
-    if kind is Kind.WEIGHT_GRAD:
-        # The input gradient has received the gradient from the next stage, so this needs no other rank.
-        return [(Action(stage, Kind.INPUT_GRAD, microbatch),)]
-    # A backward needs the saved activations of its own forward, and the gradient from the next stage.
-    needed: list[tuple[Action, ...]] = [(Action(stage, Kind.FORWARD, microbatch),)]
-    if stage + 1 < num_stages:
-        needed.append(tuple(Action(stage + 1, each, microbatch) for each in PRODUCES_INPUT_GRAD))
-    return needed
 
 
 def loop_placement(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:

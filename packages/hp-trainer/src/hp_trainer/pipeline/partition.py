@@ -68,19 +68,18 @@ def balanced_stages(
     for cost in costs:
         total.append(total[-1] + cost)
 
+    # Cost of each stage besides its layers.
+    extra = [first_cost, *[0.0] * (num_stages - 1)]
+    extra[-1] += last_cost
     # Dynamic programming in two passes over (stage, first layer): the minimal peak cost, then the least sum of squares
     # among the partitions that do not exceed it.
-    def cost_of(stage: int, begin: int, end: int) -> float:
-        extra = (first_cost if stage == 0 else 0.0) + (last_cost if stage == num_stages - 1 else 0.0)
-        return total[end] - total[begin] + extra
-
     # peak[stage][begin]: least peak cost of the stages from `stage` on, if they share the layers from `begin` on.
     peak = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
     peak[num_stages][num_layers] = 0.0
     for stage in range(num_stages - 1, -1, -1):
         for begin in range(num_layers):
             for end in range(begin + 1, num_layers + 1):
-                cost = cost_of(stage, begin, end)
+                cost = total[end] - total[begin] + extra[stage]
                 # Costs are not negative: with more layers this stage does not get cheaper.
                 if cost >= peak[stage][begin]:
                     break
@@ -91,12 +90,13 @@ def balanced_stages(
     spread.append([(float("inf"), 0)] * num_layers + [(0.0, 0)])
     for stage in range(num_stages - 1, -1, -1):
         for begin in range(num_layers):
-            costs_to = ((end, cost_of(stage, begin, end)) for end in range(begin + 1, num_layers + 1))
-            # Costs do not decrease with more layers, so the first one above the limit ends the search.
-            few = itertools.takewhile(lambda pair: pair[1] <= limit, costs_to)
-            within = [(cost**2 + spread[stage + 1][end][0], end) for end, cost in few]
-            # Equal sums of squares: the smaller end wins, which gives early stages fewer layers.
-            spread[stage][begin] = min(within, default=(float("inf"), 0))
+            for end in range(begin + 1, num_layers + 1):
+                cost = total[end] - total[begin] + extra[stage]
+                # Costs do not decrease with more layers, so the first one above the limit ends the search.
+                if cost > limit:
+                    break
+                # Equal sums of squares: the smaller end wins, which gives early stages fewer layers.
+                spread[stage][begin] = min(spread[stage][begin], (cost**2 + spread[stage + 1][end][0], end))
     begin, stages = 0, []
     for stage in range(num_stages):
         stages.append(range(begin, spread[stage][begin][1]))

@@ -23,7 +23,7 @@ from hp_trainer.pipeline.actions import (
     loop_placement,
     v_placement,
 )
-from hp_trainer.pipeline.simulation import ActionSeconds, flow_of, simulate
+from hp_trainer.pipeline.simulation import ActionSeconds, Flow, flow_of
 from hp_trainer.plugins import plugin_manager
 
 BuildSchedule = Callable[[int, int, int], Schedule]
@@ -399,91 +399,76 @@ def merge_backwards(schedule: Schedule) -> Schedule:
         >>> print(merge_backwards(Schedule.parse("rank 0: 0F0 0I0 0W0")))
         rank 0: 0F0 0B0
     """
-    graph = _Graph(schedule)
-    steps = [_Step(graph, seconds) for seconds in _TIMES]
-    merged: set[Action] = set()
-    for index in graph.order:
-        action = graph.actions[index]
-        kind: Kind | None = action.kind
-        if kind is Kind.INPUT_GRAD and all(step.can_merge(index) for step in steps):
-            merged |= {action, action.of_kind(Kind.WEIGHT_GRAD)}
-            kind = Kind.BACKWARD
-        elif action in merged:
-            kind = None
+    flow = flow_of(schedule)
+    waiting = _waiting(flow, schedule.num_stages)
+    steps = [_Step(flow, seconds) for seconds in _TIMES]
+    starts, _ = flow.times(ActionSeconds())
+    # Kinds of merged actions: `B` for `I`, and None for the `W` that becomes a part of it.
+    merged: dict[int, Kind | None] = {}
+    # By start, so that each action comes after all that it waits for, also when merged backwards take longer.
+    for index in sorted(range(len(starts)), key=starts.__getitem__):
+        kind = flow.order[index].kind
+        if kind is Kind.INPUT_GRAD and all(step.can_merge(index, waiting[index]) for step in steps):
+            merged[index] = Kind.BACKWARD
+        elif kind is Kind.WEIGHT_GRAD and flow.needs[index][0][0] in merged:
+            merged[index] = None
         for step in steps:
-            step.run(index, kind)
-    actions = (
-        tuple(
-            action.of_kind(Kind.BACKWARD) if action in merged else action
-            for action in each
-            if action.kind is not Kind.WEIGHT_GRAD or action not in merged
-        )
-        for each in schedule.actions
-    )
+            step.run(index, merged.get(index, kind))
+    found = [
+        [(flow.order[index], merged.get(index, flow.order[index].kind)) for index in each] for each in flow.of_rank
+    ]
+    actions = (tuple(action.of_kind(kind) for action, kind in each if kind is not None) for each in found)
     return replace(schedule, actions=tuple(actions))
 
 
-class _Graph:
-    """The flow of a schedule with its actions in the order of their starts.
+def _waiting(flow: Flow, num_stages: int) -> dict[int, list[tuple[int, int]]]:
+    """Return the actions that each merged backward could delay, by its `I`, as in `Flow.needs`.
 
-    Attributes:
-        actions, needs: as `Flow.order` and `Flow.needs`.
-        order: indices of actions, every one after all that it waits for, also when merged backwards take longer.
-        waiting: for each `I`, the actions that a merged backward could delay, as in `Flow.needs`: of the previous
-            stage, and the next one of the rank except its own `W`, which becomes a part of it.
+    They are the backward of the previous stage, and the next action of the rank except its own `W`.
     """
-
-    def __init__(self, schedule: Schedule) -> None:
-        owners, spans = schedule.rank_of_stage, simulate(schedule).spans
-        flow = flow_of(schedule)
-        self.actions, self.needs = flow.order, flow.needs
-        self.order = sorted(range(len(flow.order)), key=lambda index: spans[flow.order[index]][0])
-        index = {action: position for position, action in enumerate(flow.order)}
-        self.waiting: dict[int, list[tuple[int, int]]] = {}
-        for actions in schedule.actions:
-            for position, action in enumerate(actions):
-                if action.kind is Kind.INPUT_GRAD:
-                    own = action.of_kind(Kind.WEIGHT_GRAD)
-                    following = actions[position + 1 : position + 3]
-                    after = [(index[each], 0) for each in following if each != own][:1]
-                    earlier = (Action(action.stage - 1, kind, action.microbatch) for kind in PRODUCES_INPUT_GRAD)
-                    after += [(index[x], int(owners[x.stage] != owners[action.stage])) for x in earlier if x in index]
-                    self.waiting[index[action]] = after
+    waiting: dict[int, list[tuple[int, int]]] = {}
+    for own in flow.of_rank:
+        for position, index in enumerate(own):
+            if flow.order[index].kind is Kind.INPUT_GRAD:
+                following = own[position + 1 : position + 3]
+                after = [
+                    x for x in following if flow.order[x].kind is not Kind.WEIGHT_GRAD or flow.needs[x][0][0] != index
+                ]
+                waiting[index] = [(each, 0) for each in after[:1]]
+    for index, action in enumerate(flow.order):
+        if action.kind in PRODUCES_INPUT_GRAD and action.stage + 1 < num_stages:
+            source, is_remote = flow.needs[index][1]
+            waiting.setdefault(source, []).append((index, is_remote))
+    return waiting
 
 
 class _Step:
     """A step with the merges chosen so far, for one ratio of the times of actions."""
 
-    def __init__(self, graph: _Graph, seconds: ActionSeconds) -> None:
-        self._graph, self._transfer = graph, seconds.transfer
-        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
-        self._times: dict[Kind | None, float] = {None: 0.0, **{kind: seconds.of(kind) for kind in kinds}}
+    def __init__(self, flow: Flow, seconds: ActionSeconds) -> None:
+        self._needs, self._transfer = flow.needs, seconds.transfer
+        self._times: dict[Kind | None, float] = {None: 0.0} | seconds.by_kind
         # The end of each action: first without merges, then as chosen.
-        self._ends = [0.0] * len(graph.order)
-        for index in graph.order:
-            self.run(index, graph.actions[index].kind)
+        _, self._ends = flow.times(seconds)
         # The latest end of each action that does not delay the end of the step, and from it the latest start.
-        self._latest = latest = [max(self._ends, default=0.0)] * len(graph.order)
-        for index in reversed(graph.order):
-            latest[index] -= self._times[graph.actions[index].kind]
-            for before, is_remote in graph.needs[index]:
+        self._latest = latest = [max(self._ends, default=0.0)] * len(flow.order)
+        for index in reversed(range(len(flow.order))):
+            latest[index] -= self._times[flow.order[index].kind]
+            for before, is_remote in flow.needs[index]:
                 latest[before] = min(latest[before], latest[index] - is_remote * self._transfer)
 
-    def run(self, index: int, kind: Kind | None) -> None:
-        """Set the end of an action that runs as this kind; None: it is a part of another action and takes no time."""
-        self._ends[index] = self._start(index) + self._times[kind]
-
-    def can_merge(self, input_grad: int) -> bool:
-        """Return whether an unsplit backward delays no action that waits for it."""
-        # Less a tolerance, since sums of times are rounded.
-        end = self._start(input_grad) + self._times[Kind.BACKWARD] - 1e-6
-        waiting = self._graph.waiting[input_grad]
-        return all(end + is_remote * self._transfer <= self._latest[each] for each, is_remote in waiting)
-
-    def _start(self, index: int) -> float:
-        start, ends, transfer = 0.0, self._ends, self._transfer
-        for each, is_remote in self._graph.needs[index]:
-            end = ends[each] + is_remote * transfer
+    def run(self, index: int, kind: Kind | None) -> float:
+        """Set and return the end of an action that runs as `kind`; None: it is a part of another one."""
+        start, ends = 0.0, self._ends
+        for each, is_remote in self._needs[index]:
+            end = ends[each] + is_remote * self._transfer
             if end > start:
                 start = end
-        return start
+        ends[index] = start + self._times[kind]
+        return ends[index]
+
+    def can_merge(self, input_grad: int, waiting: list[tuple[int, int]]) -> bool:
+        """Run an unsplit backward, and return whether it delays none of the actions that wait for it."""
+        # Less a tolerance, since sums of times are rounded.
+        end = self.run(input_grad, Kind.BACKWARD) - 1e-6
+        return all(end + is_remote * self._transfer <= self._latest[each] for each, is_remote in waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 from hp_trainer._files import replacing
 from hp_trainer.exceptions import ScheduleError
-from hp_trainer.pipeline.actions import Action, Kind, Schedule, dependencies
+from hp_trainer.pipeline.actions import Action, Kind, Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +48,19 @@ class ActionSeconds:
             got = ", ".join(wrong) or "forward, input_grad and weight_grad of 0"
             raise ScheduleError(f"times of actions: expected finite numbers of at least 0, one above 0, got {got}")
 
-    def of(self, kind: Kind) -> float:
-        """Return the duration of an action of `kind`."""
+    @property
+    def by_kind(self) -> dict[Kind, float]:
+        """The duration of an action of each kind."""
         return {
             Kind.FORWARD: self.forward,
             Kind.INPUT_GRAD: self.input_grad,
             Kind.WEIGHT_GRAD: self.weight_grad,
             Kind.BACKWARD: self.input_grad + self.weight_grad,
-        }[kind]
+        }
+
+    def of(self, kind: Kind) -> float:
+        """Return the duration of an action of `kind`."""
+        return self.by_kind[kind]
 
 
 @dataclass(frozen=True)
@@ -130,20 +136,9 @@ def simulate(schedule: Schedule, seconds: ActionSeconds | None = None) -> Timeli
         >>> timeline.bubble  # (ranks - 1) / microbatches
         0.375
     """
-    seconds, flow = seconds or ActionSeconds(), flow_of(schedule)
-    times = {kind: seconds.of(kind) for kind in _SPLIT | _UNSPLIT}
-    spans, ends = {}, [0.0] * len(flow.order)
-    for index, action in enumerate(flow.order):
-        start = 0.0
-        for needed, is_remote in flow.needs[index]:
-            ready = ends[needed] + is_remote * seconds.transfer
-            if ready > start:
-                start = ready
-        ends[index] = start + times[action.kind]
-        spans[action] = start, ends[index]
-    if not all(map(math.isfinite, ends)):
-        raise ScheduleError(f"{seconds}: expected times whose sum over a step is a finite number")
-    return Timeline(schedule, spans)
+    flow = flow_of(schedule)
+    spans = zip(*flow.times(seconds or ActionSeconds()), strict=True)
+    return Timeline(schedule, dict(zip(flow.order, spans, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -154,12 +149,36 @@ class Flow:
 
     Attributes:
         order: every action after all that it waits for.
-        needs: for each action, the pairs (index, is_remote) of those that must end before it starts: its dependencies,
-            with `is_remote` 1 if they are on another rank, else 0; and the previous action of its rank.
+        of_rank: the actions of each rank, in the order of execution.
+        needs: for each action, the pairs (index, is_remote) of those that must end before it starts: for `F` the `F` of
+            the previous stage, for `B` and `I` their own `F` and the `B` or `I` of the next stage, for `W` its `I`; and
+            the previous action of its rank. `is_remote` is 1 if they are on another rank, else 0.
     """
 
     order: list[Action]
+    of_rank: list[list[int]]
     needs: list[list[tuple[int, int]]]
+
+    def times(self, seconds: ActionSeconds) -> tuple[list[float], list[float]]:
+        """Return the start and the end of each action.
+
+        Raises:
+            ScheduleError: the durations overflow.
+        """
+        durations = seconds.by_kind
+        starts: list[float] = []
+        ends: list[float] = []
+        for action, needed in zip(self.order, self.needs, strict=True):
+            start = 0.0
+            for index, is_remote in needed:
+                ready = ends[index] + is_remote * seconds.transfer
+                if ready > start:
+                    start = ready
+            starts.append(start)
+            ends.append(start + durations[action.kind])
+        if not all(map(math.isfinite, ends)):
+            raise ScheduleError(f"{seconds}: expected times whose sum over a step is a finite number")
+        return starts, ends
 
 
 # Cached: the flow does not depend on times, and the same schedule is simulated with many.
@@ -170,48 +189,49 @@ def flow_of(schedule: Schedule) -> Flow:
     Raises:
         ScheduleError: it deadlocks; the message names the next action of each blocked rank.
     """
+    owners, width = schedule.rank_of_stage, schedule.num_microbatches
+    # Whether the previous stage is on another rank.
+    is_remote = [int(before != owner) for before, owner in zip((None, *owners), owners, strict=False)]
     order: list[Action] = []
+    of_rank: list[list[int]] = [[] for _ in schedule.actions]
     needs: list[list[tuple[int, int]]] = []
-    index: dict[Action, int] = {}
-    last: list[int | None] = [None] * schedule.num_ranks
-    positions = [0] * schedule.num_ranks
+    # Indices of each `F`, and of each `B` or `I`, by stage times `width` plus micro-batch; numbers are hashed quickly.
+    forwards: dict[int, int] = {}
+    gradients: dict[int, int] = {}
     progress = True
     # Each pass advances every rank as far as possible. A pass without progress is the end, or a deadlock.
     while progress:
         progress = False
-        for rank, actions in enumerate(schedule.actions):
-            while positions[rank] < len(actions):
-                action = actions[positions[rank]]
-                needed = _needed(action, schedule, index)
-                if needed is None:
+        for actions, own in zip(schedule.actions, of_rank, strict=True):
+            for action in actions[len(own) :]:
+                stage, kind, key = action.stage, action.kind, action.stage * width + action.microbatch
+                if kind is Kind.FORWARD:
+                    needed = [(forwards.get(key - width, -1), is_remote[stage])] if stage else []
+                elif kind is Kind.WEIGHT_GRAD:
+                    needed = [(gradients.get(key, -1), 0)]
+                else:
+                    needed = [(forwards.get(key, -1), 0)]
+                    if stage + 1 < len(owners):
+                        needed.append((gradients.get(key + width, -1), is_remote[stage + 1]))
+                # One of them has not run yet.
+                if needed and (needed[0][0] < 0 or needed[-1][0] < 0):
                     break
-                if (previous := last[rank]) is not None:
-                    needed.append((previous, 0))
-                last[rank] = index[action] = len(order)
+                if own:
+                    needed.append((own[-1], 0))
+                if kind is not Kind.WEIGHT_GRAD:
+                    (forwards if kind is Kind.FORWARD else gradients)[key] = len(order)
+                own.append(len(order))
                 order.append(action)
                 needs.append(needed)
-                positions[rank] += 1
                 progress = True
     stuck = [
-        f"rank {rank} waits to start {actions[position]}"
-        for rank, (actions, position) in enumerate(zip(schedule.actions, positions, strict=True))
-        if position < len(actions)
+        f"rank {rank} waits to start {actions[len(own)]}"
+        for rank, (actions, own) in enumerate(zip(schedule.actions, of_rank, strict=True))
+        if len(own) < len(actions)
     ]
     if stuck:
         raise ScheduleError(f"the schedule deadlocks: {'; '.join(stuck)}")
-    return Flow(order, needs)
-
-
-def _needed(action: Action, schedule: Schedule, index: Mapping[Action, int]) -> list[tuple[int, int]] | None:
-    """Return the dependencies of `action` as in `Flow.needs`; None if one is not in `index`, so has not run yet."""
-    owners, found = schedule.rank_of_stage, []
-    for forms in dependencies(action, schedule.num_stages):
-        # Of the two forms of a backward, the schedule contains one.
-        source = next((each for each in forms if each in index), None)
-        if source is None:
-            return None
-        found.append((index[source], int(owners[source.stage] != owners[action.stage])))
-    return found
+    return Flow(order, of_rank, needs)
 
 
 _UNSPLIT = frozenset({Kind.FORWARD, Kind.BACKWARD})
@@ -234,7 +254,7 @@ def validate(schedule: Schedule) -> None:
     problems = [*_owner_problems(schedule)] or [*_placement_problems(schedule), *_work_problems(schedule)]
     if problems:
         raise ScheduleError("; ".join(problems))
-    simulate(schedule)
+    flow_of(schedule)
 
 
 def check_unsplit_backwards(schedule: Schedule) -> None:
@@ -287,30 +307,21 @@ def _placement_problems(schedule: Schedule) -> Iterator[str]:
 
 def _work_problems(schedule: Schedule) -> Iterator[str]:
     """Yield the stages and micro-batches whose actions are incomplete, or in a wrong order."""
-    done: dict[tuple[int, int], set[Kind]] = {}
-    positions = [{action: position for position, action in enumerate(actions)} for actions in schedule.actions]
-    for action in (action for actions in schedule.actions for action in actions):
-        done.setdefault((action.stage, action.microbatch), set()).add(action.kind)
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            kinds = frozenset(done.get((stage, microbatch), ()))
-            if kinds not in (_UNSPLIT, _SPLIT):
-                yield (
-                    f"stage {stage}, micro-batch {microbatch}: expected F and B, or F, I and W, got "
-                    f"{' '.join(sorted(kind.value for kind in kinds)) or 'nothing'}"
-                )
-            yield from _order_problems(positions[schedule.rank_of_stage[stage]], stage, microbatch, kinds)
-
-
-def _order_problems(
-    positions: Mapping[Action, int], stage: int, microbatch: int, kinds: frozenset[Kind]
-) -> Iterator[str]:
-    order = [Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD] if kinds == _SPLIT else [Kind.FORWARD, Kind.BACKWARD]
-    actions = [Action(stage, kind, microbatch) for kind in order if kind in kinds]
-    # Missing actions are reported by the caller.
-    found = [positions[action] for action in actions if action in positions]
-    if found != sorted(found):
-        yield f"stage {stage}, micro-batch {microbatch}: expected the order {' '.join(kind.value for kind in order)}"
+    # Positions in the order of the rank.
+    done: dict[tuple[int, int], dict[Kind, int]] = {}
+    for actions in schedule.actions:
+        for position, action in enumerate(actions):
+            done.setdefault((action.stage, action.microbatch), {})[action.kind] = position
+    for stage, microbatch in itertools.product(range(schedule.num_stages), range(schedule.num_microbatches)):
+        found = done.get((stage, microbatch), {})
+        where = f"stage {stage}, micro-batch {microbatch}"
+        if found.keys() not in (_UNSPLIT, _SPLIT):
+            got = " ".join(sorted(kind.value for kind in found)) or "nothing"
+            yield f"{where}: expected F and B, or F, I and W, got {got}"
+        order = (Kind.FORWARD, *((Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) if found.keys() == _SPLIT else (Kind.BACKWARD,)))
+        positions = [found[kind] for kind in order if kind in found]
+        if positions != sorted(positions):
+            yield f"{where}: expected the order {' '.join(kind.value for kind in order)}"
 
 
 MAX_TEXT_COLUMNS = 400

@@ -16,7 +16,7 @@ from hp_trainer.parallel.axes import divisors
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.planning.pipeline import splits_backward
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
-from hp_trainer.planning.search import Pipelines, layout_reasons
+from hp_trainer.planning.search import Reasons, Schedules
 from hp_trainer.planning.shapes import StepShape, budget_error
 from hp_trainer.planning.user_modules import ModuleCounter
 from hp_trainer.sizes import format_size
@@ -128,8 +128,8 @@ class _Search:
 
     def __init__(self, plan: StepPlan, memory: float, reload: Reload, counter: ModuleCounter | None) -> None:
         self._plan_given, self._memory, self._reload, self._counter = plan, memory, reload, counter
-        # Reasons against schedules, the cache of `layout_reasons`, for each setting of the pipeline.
-        self._pipelines: dict[Hashable, Pipelines] = {}
+        # Reasons against schedules, for each setting of the pipeline.
+        self._schedules: dict[Hashable, Schedules] = {}
 
     def fitting(self, tried: Iterable[Change]) -> list[FittingChange]:
         """Return the changes that fit; of alternatives, the fastest."""
@@ -184,8 +184,8 @@ class _Search:
         experts = getattr(config.model.options, "num_experts", None)
         dims = ParallelDims.from_config(config.parallel, given.shape.dims.world_size, experts)
         # The cached reasons hold for one schedule and one way of gathering weights.
-        known = self._pipelines.setdefault((config.pipeline, config.parallel.gathers_for_step), {})
-        if layout_reasons(config, dims, known):
+        known = self._schedules.setdefault((config.pipeline, config.parallel.gathers_for_step), {})
+        if Reasons(config, known).of_layout(dims):
             return None
         estimate_model = None if self._counter is None else self._counter.of(config)
         try:

@@ -152,7 +152,7 @@ def _of_micro_batch(
     others = (in_flight.live - 1) * held.pending + _other_heads(held, in_flight, stage)
     # One message being received and one being sent.
     messages = 2.0 * message_bytes(shape) if stage.is_pipelined else 0.0
-    if stage.head:
+    if stage.part.head:
         yield (
             "the loss",
             {
@@ -181,7 +181,7 @@ def _of_micro_batch(
     yield "the reduction of {}", after | reducing
     # After the backward of all blocks.
     outer_reduction = {"gradients": gradients[-1], "activations": others}
-    if stage.head and not stage.is_pipelined:
+    if stage.part.head and not stage.is_pipelined:
         # Autograd adds the gradient of a tied embedding to that of the head: both and their sum are alive.
         tied = 0.0 if _has_own_head(stage) else outer.embedding
         embedding = {"gathered": outer.full, "reducing": head + before[-1] + 2 * tied}
@@ -259,14 +259,14 @@ def _in_flight(shape: StepShape, stage: StageBuffers, in_flight: InFlight) -> It
     # Gradients of the products' results are saved until gradients of weights are computed from them.
     others = (live - 1) * held.pending + max(0.0, pending - 1) * held.for_weights + heads
     throughout = {"communication": held.exchanged + 2 * message_bytes(shape)}
-    if stage.head:
+    if stage.part.head:
         at_loss = {"activations": others + held.pending + held.head_saved, "loss": held.head_working}
         yield "the loss", throughout | at_loss
     autograd = _head_gradients(stage) + _sums_before(stage.blocks.autograd)[:-1] + stage.expert_blocks.autograd
     yield "the backward of {}", throughout | {"activations": others + held.at_backward, "reducing": autograd}
     if pending:
         # Half of the head's working bytes are the gradient of the logits, which `W` of the head still needs.
-        ends = heads + held.head_saved + in_flight.last_pending * held.head_working / 2 if stage.head else 0.0
+        ends = heads + held.head_saved + in_flight.last_pending * held.head_working / 2 if stage.part.head else 0.0
         activations = live * held.pending + pending * held.for_weights + ends
         yield "the end of an input gradient", throughout | {"activations": activations}
     # Until autograd has ended a micro-batch, single gradients exist besides the flat buffers.
@@ -337,7 +337,7 @@ def _other_heads(held: _Activations, in_flight: InFlight, stage: StageBuffers) -
 
     The last stage computes the loss in its forward, so each micro-batch in flight has one.
     """
-    return max(0.0, in_flight.last_live - 1) * held.head_saved if stage.head else 0.0
+    return max(0.0, in_flight.last_live - 1) * held.head_saved if stage.part.head else 0.0
 
 
 class LayerCost(NamedTuple):
@@ -480,7 +480,7 @@ def _head_gradients(stage: StageBuffers) -> float:
     gradient of an untied embedding exists only at the end of backward.
     """
     later = stage.outer.embedding if _has_own_head(stage) else 0.0
-    return float(stage.outer.autograd - later) if stage.head else 0.0
+    return float(stage.outer.autograd - later) if stage.part.head else 0.0
 
 
 def _has_own_head(stage: StageBuffers) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from hp_trainer.exceptions import ScheduleError
-from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule, simulate
+from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule
 from hp_trainer.pipeline.schedules import repeats_itself
+from hp_trainer.pipeline.simulation import flow_of
 
 # A built-in schedule with uneven rounds and more actions is extrapolated from its first rounds too.
 MAX_ACTIONS = 4_000
@@ -111,8 +112,10 @@ def bubble(
 
     def times(number: int) -> tuple[float, float]:
         schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
-        timeline = simulate(schedule, seconds)
-        return max(timeline.idle), max(timeline.busy)
+        flow = flow_of(schedule)
+        starts, ends = flow.times(seconds)
+        busy = [sum(ends[index] - starts[index] for index in each) for each in flow.of_rank]
+        return max(ends) - min(busy), max(busy)
 
     lengths, beyond = _simulated_lengths(name, num_ranks, num_microbatches)
     of_each = [times(number) for number in lengths]
@@ -164,26 +167,29 @@ def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[floa
         All pairs, pending ones, all pairs of the last stage, pending ones of the last stage: at the peak before the
         first gradients of weights exist, then the same four afterwards.
     """
-    live: set[tuple[int, int]] = set()
-    pending: set[tuple[int, int]] = set()
+    # All pairs and pending ones, then those of the last stage.
+    held = [0, 0, 0, 0]
     peaks: list[tuple[float, ...]] = [(0, 0, 0, 0), (0, 0, 0, 0)]
     has_gradients = False
     for action in actions:
-        each = action.stage, action.microbatch
+        kind, is_last = action.kind, action.stage == last
         splits = not recomputes and action.stage > 0
-        if action.kind is Kind.FORWARD:
-            live.add(each)
-        elif action.kind is Kind.INPUT_GRAD and splits:
-            pending.add(each)
+        if kind is Kind.FORWARD:
+            held[0] += 1
+            held[2] += is_last
+        elif kind is Kind.INPUT_GRAD and splits:
+            held[1] += 1
+            held[3] += is_last
         before = peaks[has_gradients]
-        if len(live) + len(pending) / 2 > before[0] + before[1] / 2:
-            of_last = [sum(stage == last for stage, _ in held) for held in (live, pending)]
-            peaks[has_gradients] = len(live), len(pending), *of_last
-        if action.kind is Kind.WEIGHT_GRAD and splits:
-            pending.remove(each)
+        if held[0] + held[1] / 2 > before[0] + before[1] / 2:
+            peaks[has_gradients] = tuple(held)
+        if kind is Kind.WEIGHT_GRAD and splits:
+            held[1] -= 1
+            held[3] -= is_last
         # The action that frees the pair's activations.
         ends = Kind.INPUT_GRAD if recomputes and action.stage > 0 else Kind.WEIGHT_GRAD
-        if action.kind in (Kind.BACKWARD, ends):
-            live.remove(each)
+        if kind in (Kind.BACKWARD, ends):
+            held[0] -= 1
+            held[2] -= is_last
             has_gradients = True
     return peaks[0] + peaks[1]

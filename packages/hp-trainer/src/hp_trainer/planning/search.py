@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,7 @@ from hp_trainer.parallel.axes import LAYOUT_COLUMNS
 from hp_trainer.parallel.dims import list_degrees
 from hp_trainer.planning.devices import Device
 from hp_trainer.planning.plan import StepPlan, plan_step
-from hp_trainer.planning.shapes import Group, Memo, StepShape, budget_error, stage_buffers, unplanned_settings
+from hp_trainer.planning.shapes import GroupBytes, Memo, StepShape, budget_error, stage_buffers, unplanned_settings
 from hp_trainer.sizes import format_size
 from hp_trainer.training.pipelined_model import checked_microbatches
 
@@ -91,29 +93,20 @@ def search_layouts(config: TrainerConfig, world_size: int, device: Device, memor
     Raises:
         PlanError: the model has no estimates.
     """
-    single = _SingleDegreeProblems(config)
-    reasons: Counter[str] = Counter()
+    known, reasons = Reasons(config), Counter[str]()
     fitting: list[tuple[StepPlan, ...]] = []
     planner = _Planner(config, device, memory)
     num_illegal = 0
-    # Checks of a stage's model and batch read no other degrees than these four.
-    stages: dict[tuple[int, int, int, int], tuple[str, ...]] = {}
-    pipelines: Pipelines = {}
     has_experts = bool(getattr(config.model.options, "num_experts", None))
     for degrees in list_degrees(world_size, ("folded", "peer"), has_experts=has_experts):
-        found = single.of(degrees)
+        found: Sequence[str] = known.of_degrees(degrees)
         if not found:
             dims = ParallelDims(**degrees, cp_method=config.parallel.cp_method, world_size=world_size)
-            key = dims.tp, dims.cp, dims.ep, dims.dp_size
-            if key not in stages:
-                stages[key] = _stage_reasons(config, dims)
-            found = (*stages[key], *_pipeline_reasons(config, dims, pipelines))
+            found = known.of_layout(dims)
         if found:
             num_illegal += 1
             reasons.update(found)
-            continue
-        plans = planner.fitting(dims)
-        if plans:
+        elif plans := planner.fitting(dims):
             fitting.append(plans)
     if planner.num_over_budget:
         num_illegal += planner.num_over_budget
@@ -140,9 +133,11 @@ class _Planner:
         self._given, self._recomputed = config, dataclasses.replace(config, training=recomputed)
         self._often = dataclasses.replace(config, parallel=often)
         self._both = dataclasses.replace(config, training=recomputed, parallel=often)
-        self._memos: dict[int, Memo] = {}
+        self._memo: Memo = {}
         # Bytes of weights, gradients and state that are no experts', and of experts, on one rank alone.
-        self._on_one_rank: tuple[float, float] | None = None
+        stage = stage_buffers(StepShape.of(config, ParallelDims(), self._memo, is_host=device.is_host), 0)
+        experts = sum(n * self._resident(x.bytes) for x, n in zip(stage.experts, stage.kinds.times, strict=True))
+        self._on_one_rank = self._resident(stage.total) - experts, experts
         self.num_over_budget = 0
         self.num_too_large = 0
         # Lower bounds of the memory of layouts that do not fit, with the settings that were tried.
@@ -150,38 +145,38 @@ class _Planner:
 
     def fitting(self, dims: ParallelDims) -> tuple[StepPlan, ...]:
         """Return the plans with which a layout fits: as configured, or else with memory-saving settings."""
-        if (least := self._least(dims)) > self._memory:
+        least, plans = self._least(dims), list[StepPlan]()
+        tried: list[tuple[float, TrainerConfig, ParallelDims]] = []
+        for config in self._settings(dims):
+            # Settings only if the layout does not fit as configured, and both together only if neither is enough
+            # alone: each of them costs time.
+            if plans and (config is self._both or plans[0].shape.config is self._given):
+                break
+            plan = None if least > self._memory else self._plan(config, dims, self._memory)
+            if plan is not None and budget_error(plan.shape) is not None:
+                # A budget already recomputes everything that it must, so no other setting can satisfy it.
+                self.num_over_budget += 1
+                return ()
+            # Each is planned up to the first moment that needs too much.
+            tried.append((least if plan is None else plan.peak, config, dims))
+            if plan is not None and plan.peak <= self._memory:
+                plans.append(plan)
+        if not plans:
             self.num_too_large += 1
-            settings = self._saving_settings(StepShape.of(self._given, dims, self._memo_of(self._given)))
-            self.too_large += [(least, config, dims) for config in (self._given, *settings)]
-            return ()
-        plan = self._plan(self._given, dims, self._memory)
-        # A budget already recomputes everything that it must, so no other setting can satisfy it.
-        if budget_error(plan.shape) is not None:
-            self.num_over_budget += 1
-            return ()
-        if plan.peak <= self._memory:
-            return (plan,)
-        tried: list[StepPlan] = []
-        for config in self._saving_settings(plan.shape):
-            # Both together only if neither is enough alone: each of them costs time.
-            if config is not self._both or all(each.peak > self._memory for each in tried):
-                tried.append(self._plan(config, dims, self._memory))
-        fitting = tuple(each for each in tried if each.peak <= self._memory)
-        if not fitting:
-            self.num_too_large += 1
-            # Each was planned up to the first moment that needs too much.
-            self.too_large += [(each.peak, each.shape.config, dims) for each in (plan, *tried)]
-        return fitting
+            self.too_large += tried
+        return tuple(plans)
 
-    def _saving_settings(self, shape: StepShape) -> list[TrainerConfig]:
-        """Return the settings that save memory: blocks recomputed, gradients reduced after each micro-batch, both."""
-        recomputes, often = shape.recomputes, shape.config.parallel.reduce_gradients == "step"
+    def _settings(self, dims: ParallelDims) -> Iterator[TrainerConfig]:
+        """Yield the configuration, then with blocks recomputed, gradients reduced after each micro-batch, and both."""
+        yield self._given
+        shape = StepShape.of(self._given, dims, self._memo)
+        often = shape.config.parallel.reduce_gradients == "step"
         if often:
             # A pipeline then also gathers weights for each use, which saves memory even with one micro-batch.
-            often = not shape.pipeline.splits_backward if shape.dims.pp_enabled else shape.num_microbatches > 1
-        found = [] if recomputes else [self._recomputed]
-        return [*found, *([self._often] if often else []), *([self._both] if often and not recomputes else [])]
+            often = not shape.pipeline.splits_backward if dims.pp_enabled else shape.num_microbatches > 1
+        yield from [] if shape.recomputes else [self._recomputed]
+        yield from [self._often] if often else []
+        yield from [self._both] if often and not shape.recomputes else []
 
     def smallest(self) -> StepPlan | None:
         """Return the plan of the layout that needs least memory among those that do not fit."""
@@ -197,97 +192,76 @@ class _Planner:
 
     def _least(self, dims: ParallelDims) -> float:
         """Return a lower bound of a layout's memory: weights, their gradients and state, as if sharded evenly."""
-        training = self._given.training
-        if training.activation_budget is not None:
+        if self._given.training.activation_budget is not None:
             return 0.0
-
-        def of_groups(groups: Iterable[tuple[Group, int]]) -> float:
-            bytes_of = [(group.bytes, times) for group, times in groups]
-            state = not training.offload_optimizer
-            return float(sum(times * (x.shard + x.gradient + state * x.state) for x, times in bytes_of))
-
-        if self._on_one_rank is None:
-            one = StepShape.of(self._given, ParallelDims(), {}, is_host=self._device.is_host)
-            stage = stage_buffers(one, 0)
-            experts = of_groups(zip(stage.experts, stage.kinds.times, strict=True))
-            self._on_one_rank = of_groups(stage.counted) - experts, experts
         dense, experts = self._on_one_rank
         of_dense, of_experts = dims.tp * dims.fsdp_size, dims.ep * dims.etp * dims.efsdp_size
         return (dense / of_dense + experts / of_experts) / dims.pp
 
-    def _plan(self, config: TrainerConfig, dims: ParallelDims, limit: float) -> StepPlan:
-        return plan_step(config, dims, self._device, self._memo_of(config), every_rank=False, limit=limit)
+    def _resident(self, group: GroupBytes) -> float:
+        state = 0.0 if self._given.training.offload_optimizer else group.state
+        return float(group.shard + group.gradient + state)
 
-    def _memo_of(self, config: TrainerConfig) -> Memo:
-        # Results are shared between layouts of one configuration only, so each variant has a memo of its own.
-        return self._memos.setdefault(id(config), {})
+    def _plan(self, config: TrainerConfig, dims: ParallelDims, limit: float) -> StepPlan:
+        return plan_step(config, dims, self._device, self._memo, every_rank=False, limit=limit)
 
 
 # Legal layouts -------------------------------------------------------------------------------------------
 
 
-class _SingleDegreeProblems:
-    """Reasons against single degrees, and against the number of data parallel ranks, each found once."""
+Schedules = dict[tuple[int, int], tuple[str, ...]]
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self._config = config
-        self._known: dict[tuple[str, int], tuple[str, ...]] = {}
 
-    def of(self, degrees: Degrees) -> tuple[str, ...]:
-        """Return the reasons against these degrees, each taken alone."""
-        found: list[str] = []
-        for name in ("tp", "ep", "pp"):
-            key = name, degrees[name]
-            if key not in self._known:
-                # One degree alone, the others 1, so that the result serves every layout with this degree.
-                alone = SimpleNamespace(**(dict.fromkeys(DEGREES, 1) | {name: degrees[name]}))
-                self._known[key] = _reasons(find_model_problems(alone, self._config.model.options))
-            found += self._known[key]
+class Reasons:
+    """Reasons against layouts of one configuration. Each is found once for all layouts that it rules out.
+
+    Args:
+        schedules: reasons against the schedule by its sizes, shared by configurations with equal schedules.
+    """
+
+    def __init__(self, config: TrainerConfig, schedules: Schedules | None = None) -> None:
+        self._config, self._schedules = config, {} if schedules is None else schedules
+        self._stages: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._of_degree, self._of_batch = functools.cache(self._degree), functools.cache(self._batch)
+
+    def of_degrees(self, degrees: Degrees) -> list[str]:
+        """Return the reasons against single degrees, and against the number of data parallel ranks."""
+        found = [each for name in ("tp", "ep", "pp") for each in self._of_degree(name, degrees[name])]
         found += self._of_batch(degrees["dp_replicate"] * degrees["dp_shard"])
         cp, length = degrees["cp"], self._config.training.sequence_length
         if cp > 1 and (cp > MAX_CP or length // cp < min(MIN_TOKENS, length // 2)):
             limits = f"more than {MAX_CP} ranks, or fewer than {MIN_TOKENS} tokens per rank"
             found.append(f"parallel.cp: {limits}, are not searched")
-        return tuple(found)
+        return found
 
-    def _of_batch(self, shares: int) -> tuple[str, ...]:
-        key = "batch", shares
-        if key not in self._known:
-            # `batch_problems` reads no other degrees, so ParallelDims need not be built for each candidate.
-            dims: Any = SimpleNamespace(dp_size=shares, dp_replicate=1, dp_shard=shares)
-            problems = list(batch_problems(dims, self._config))
-            batch = self._config.training.global_batch_size
-            what = f"training.global_batch_size: {batch} cannot be divided equally among so many data-parallel ranks"
-            self._known[key] = (what,) if problems else ()
-        return self._known[key]
+    def _degree(self, name: str, degree: int) -> tuple[str, ...]:
+        # One degree alone, the others 1, so that the result serves every layout with this degree.
+        alone = SimpleNamespace(**(dict.fromkeys(DEGREES, 1) | {name: degree}))
+        return _reasons(find_model_problems(alone, self._config.model.options))
 
+    def _batch(self, shares: int) -> tuple[str, ...]:
+        # `batch_problems` reads no other degrees, so ParallelDims need not be built for each candidate.
+        dims: Any = SimpleNamespace(dp_size=shares, dp_replicate=1, dp_shard=shares)
+        batch = self._config.training.global_batch_size
+        what = f"training.global_batch_size: {batch} cannot be divided equally among so many data-parallel ranks"
+        return (what,) if any(batch_problems(dims, self._config)) else ()
 
-Pipelines = dict[tuple[int, int], tuple[str, ...]]
-
-
-def layout_reasons(config: TrainerConfig, dims: ParallelDims, pipelines: Pipelines) -> tuple[str, ...]:
-    """Return the reasons against a layout whose degrees are legal one by one.
-
-    Args:
-        pipelines: reasons against the configuration's schedule by its sizes, a cache that is filled here.
-    """
-    return (*_stage_reasons(config, dims), *_pipeline_reasons(config, dims, pipelines))
-
-
-def _stage_reasons(config: TrainerConfig, dims: ParallelDims) -> tuple[str, ...]:
-    """Return the reasons against a layout of one pipeline stage."""
-    return _reasons(training_problems(dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp), config))
-
-
-def _pipeline_reasons(config: TrainerConfig, dims: ParallelDims, pipelines: Pipelines) -> tuple[str, ...]:
-    if not dims.pp_enabled:
-        return ()
-    key = dims.pp, checked_microbatches(config, dims)
-    # A schedule is built and simulated to check it.
-    if key not in pipelines:
-        pipelines[key] = _reasons(schedule_problems(dims, config, is_shortened=True))
-    alone = (*microbatch_problems(dims, config), *limit_problems(dims, config))
-    return (*_reasons(iter(alone)), *pipelines[key])
+    def of_layout(self, dims: ParallelDims) -> tuple[str, ...]:
+        """Return the reasons against a layout whose degrees are legal one by one."""
+        config = self._config
+        # Checks of a stage's model and batch read no other degrees than these four.
+        stage = dims.tp, dims.cp, dims.ep, dims.dp_size
+        if stage not in self._stages:
+            alone = dataclasses.replace(dims, pp=1, world_size=dims.world_size // dims.pp)
+            self._stages[stage] = _reasons(training_problems(alone, config))
+        if not dims.pp_enabled:
+            return self._stages[stage]
+        schedule = dims.pp, checked_microbatches(config, dims)
+        # A schedule is built and simulated to check it.
+        if schedule not in self._schedules:
+            self._schedules[schedule] = _reasons(schedule_problems(dims, config, is_shortened=True))
+        numbers = itertools.chain(microbatch_problems(dims, config), limit_problems(dims, config))
+        return (*self._stages[stage], *_reasons(numbers), *self._schedules[schedule])
 
 
 def _reasons(problems: Iterator[Problem]) -> tuple[str, ...]:

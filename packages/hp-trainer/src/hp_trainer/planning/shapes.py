@@ -25,7 +25,7 @@ from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.pipeline import PipelineFacts, pipeline_facts
 from hp_trainer.training.activation_budget import BudgetError, micro_batch_shape, plan_activations
-from hp_trainer.training.pipelined_model import num_microbatches, split_layers
+from hp_trainer.training.pipelined_model import num_microbatches, stage_parts
 
 T = TypeVar("T")
 PLANNED_DISPATCHERS = (
@@ -51,7 +51,7 @@ class StepShape:
         dims: degrees of parallelism, which fit the model and the batch.
         model: estimates of the model.
         is_host: the device is a CPU, which computes experts in one operation only in float32.
-        memo: results that layouts of one configuration share, see `shared`.
+        memo: results that layouts share, see `shared`.
     """
 
     config: TrainerConfig
@@ -73,7 +73,7 @@ class StepShape:
         """Return the shape of a configuration's step.
 
         Args:
-            memo: the memo of other layouts of the same configuration; None: a new one.
+            memo: the memo of other layouts; None: a new one.
             estimate_model: estimates a user's own module; None: the model's options have estimates.
 
         Raises:
@@ -96,8 +96,9 @@ class StepShape:
     def shared(self, key: Hashable, compute: Callable[[], T]) -> T:
         """Return the memoized result of `compute` for a key.
 
-        The key must state everything of the layout that the result depends on. The configuration is not part of it:
-        only layouts of one configuration share a memo.
+        The key must state everything of the layout that the result depends on. The configuration is not part of it,
+        except for `training.recompute`: configurations that share a memo differ in that setting and in
+        `parallel.reduce_gradients` alone.
         """
         if key not in self.memo:
             self.memo[key] = compute()
@@ -173,31 +174,21 @@ class StepShape:
         """Return the part of the model on one rank of the pipeline; without a pipeline, rank 0 has everything."""
         if not self.dims.pp_enabled:
             return ModelPart(layers=tuple(range(self.model.num_layers)))
-        owners = self.pipeline.rank_of_stage
-
-        def compute() -> ModelPart:
-            stages = self._stages(len(owners))
-            own = [stage for stage, owner in enumerate(owners) if owner == rank]
-            layers = tuple(layer for stage in own for layer in stages[stage])
-            return ModelPart(embed=0 in own, layers=layers, head=len(owners) - 1 in own)
-
-        return self.shared(("part", owners, rank), compute)
+        key = "part", self.pipeline.rank_of_stage, rank
+        return self.shared(key, lambda: functools.reduce(ModelPart.union, self._stages_of(rank)))
 
     def last_layers(self, rank: int) -> frozenset[int]:
         """Return the last layer of each stage of a rank, whose activations are not offloaded."""
         if not self.dims.pp_enabled:
             # Its backward follows its forward at once, so a copy to the host would be needed back immediately.
             return frozenset(range(self.model.num_layers)[-1:])
+        key = "last layers", self.pipeline.rank_of_stage, rank
+        return self.shared(key, lambda: frozenset(max(each.layers) for each in self._stages_of(rank) if each.layers))
+
+    def _stages_of(self, rank: int) -> list[ModelPart]:
         owners = self.pipeline.rank_of_stage
-
-        def compute() -> frozenset[int]:
-            stages = self._stages(len(owners))
-            return frozenset(max(stages[each]) for each, owner in enumerate(owners) if owner == rank and stages[each])
-
-        return self.shared(("last layers", owners, rank), compute)
-
-    def _stages(self, num_stages: int) -> list[range]:
-        return self.shared(("stages", num_stages), lambda: split_layers(self.config, num_stages))
+        stages = self.shared(("stages", len(owners)), lambda: stage_parts(self.config, len(owners)))
+        return [stage for stage, owner in zip(stages, owners, strict=True) if owner == rank]
 
 
 def unplanned_settings(shape: StepShape) -> list[str]:
@@ -229,8 +220,9 @@ def activations_of(shape: StepShape) -> ModelActivations:
 
 
 def recompute_key(shape: StepShape) -> Hashable:
-    """Return the key by which layouts share a recomputation: None, or with a budget all degrees of the layout."""
-    return None if shape.config.training.activation_budget is None else shape.dims
+    """Return the key by which layouts share a recomputation: the setting, and with a budget all degrees."""
+    training = shape.config.training
+    return training.recompute, None if training.activation_budget is None else shape.dims
 
 
 def budget_error(shape: StepShape) -> BudgetError | None:
@@ -358,11 +350,6 @@ class StageBuffers:
     tied: Group
 
     @property
-    def head(self) -> bool:
-        """True if the part has the final norm and the head."""
-        return self.part.head
-
-    @property
     def counted(self) -> Iterator[tuple[Group, int]]:
         """Every different group, with the number of blocks that have one like it."""
         yield from zip(self.dense, self.kinds.times, strict=True)
@@ -408,12 +395,8 @@ def _stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
     dims, part = shape.dims, shape.part_of(rank)
     layers, ends = tuple(part.layers or ()), (part.embed, part.head)
     first = shape.shared(("first of each kind", layers), lambda: _first_of_each_kind(shape, layers))
-    chosen = ModelPart(embed=part.embed, layers=tuple(sorted(set(first))), head=part.head)
-    sizes = dims.tp, dims.ep, dims.etp, dims.pp_enabled, dims.efsdp_size
-    planned = shape.shared(
-        ("parameters", sizes, ends, chosen.layers),
-        lambda: _interned(shape, shape.model.parameters(dims, chosen, freeze=shape.config.training.freeze)),
-    )
+    outer = _parameters(shape, ModelPart(embed=part.embed, layers=(), head=part.head))
+    blocks = {layer: _parameters(shape, ModelPart(embed=False, layers=(layer,), head=False)) for layer in set(first)}
 
     def group(parameters: tuple[PlannedParameter, ...], shards: int) -> Group:
         # By identity, which is unique because the memo keeps the parameters alive.
@@ -421,20 +404,39 @@ def _stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
         return shape.shared(key, lambda: _plan_group(shape, parameters, shards))
 
     fsdp, efsdp = dims.fsdp_size, dims.efsdp_size
-    kinds = shape.shared(("kinds", ends, rank > 0, layers), lambda: _kinds(shape, rank, layers, first, planned))
+    kinds = shape.shared(("kinds", ends, rank > 0, layers), lambda: _kinds(shape, rank, layers, first, outer, blocks))
     return StageBuffers(
         rank=rank,
         part=part,
         layers=layers,
         is_pipelined=dims.pp_enabled,
         kinds=kinds,
-        dense=tuple(group(planned.blocks[layer], fsdp) for layer in kinds.first),
-        experts=tuple(
-            group(planned.experts[layer], efsdp) if layer in planned.experts else Group() for layer in kinds.first
-        ),
-        root=group(planned.root, fsdp),
-        tied=group(planned.tied_embedding, fsdp),
+        dense=tuple(group(blocks[layer].blocks[layer], fsdp) for layer in kinds.first),
+        experts=tuple(group(blocks[layer].experts.get(layer, ()), efsdp) for layer in kinds.first),
+        root=group(outer.root, fsdp),
+        tied=group(outer.tied_embedding, fsdp),
     )
+
+
+def _parameters(shape: StepShape, part: ModelPart) -> ModelParameters:
+    """Return the parameters of the embedding and the head, or of one block; equal ones are the same objects."""
+    dims, freeze = shape.dims, shape.config.training.freeze
+
+    def same(parameters: tuple[PlannedParameter, ...]) -> tuple[PlannedParameter, ...]:
+        return shape.shared(("interned", parameters), lambda: parameters)
+
+    def compute() -> ModelParameters:
+        found = shape.model.parameters(dims, part, freeze=freeze)
+        return ModelParameters(
+            root=same(found.root),
+            tied_embedding=same(found.tied_embedding),
+            blocks={layer: same(each) for layer, each in found.blocks.items()},
+            experts={layer: same(each) for layer, each in found.experts.items()},
+        )
+
+    # Everything in the layout that they depend on; the second part counts for blocks with experts alone.
+    sizes = (dims.tp, dims.pp_enabled), (dims.ep, dims.etp, dims.efsdp_size) if part.layers else ()
+    return shape.shared(("parameters", part, sizes), compute)
 
 
 def full_shapes(shape: StepShape) -> Mapping[str, tuple[int, ...]]:
@@ -461,37 +463,29 @@ def _first_of_each_kind(shape: StepShape, layers: tuple[int, ...]) -> list[int]:
     return [kinds[shape.model.layer_kind(layer)] for layer in layers]
 
 
-def _interned(shape: StepShape, planned: ModelParameters) -> ModelParameters:
-    """Return equal parameters as the same objects, since blocks of many layouts differ in their experts alone."""
-
-    def same(parameters: tuple[PlannedParameter, ...]) -> tuple[PlannedParameter, ...]:
-        return shape.shared(("interned", parameters), lambda: parameters)
-
-    return ModelParameters(
-        root=same(planned.root),
-        tied_embedding=same(planned.tied_embedding),
-        blocks={layer: same(each) for layer, each in planned.blocks.items()},
-        experts={layer: same(each) for layer, each in planned.experts.items()},
-    )
-
-
 def _kinds(
-    shape: StepShape, rank: int, layers: tuple[int, ...], first: list[int], planned: ModelParameters
+    shape: StepShape,
+    rank: int,
+    layers: tuple[int, ...],
+    first: list[int],
+    outer: ModelParameters,
+    blocks: Mapping[int, ModelParameters],
 ) -> BlockKinds:
     """Group the blocks of a rank that have equal groups, and of which backward reaches all or none.
 
     Args:
         layers: the blocks of the rank.
         first: for each of these, the first block of the model with equal groups.
-        planned: the parameters of the blocks in `first`.
+        outer: the parameters of the embedding and the head.
+        blocks: the parameters of each of the blocks in `first`.
     """
     unreached = shape.model.unreached_blocks()
     if unreached is None:
-        ends = (*planned.root, *planned.tied_embedding)
+        ends = (*outer.root, *outer.tied_embedding)
         # The stages before this one are assumed to train something.
         trains = rank > 0 or any(each.name == "embed.weight" and each.trainable for each in ends)
-        blocks = [(*planned.blocks[each], *planned.experts.get(each, ())) for each in first]
-        trained = itertools.accumulate((any(x.trainable for x in each) for each in blocks), max, initial=trains)
+        every = [(*blocks[each].blocks[each], *blocks[each].experts.get(each, ())) for each in first]
+        trained = itertools.accumulate((any(x.trainable for x in each) for each in every), max, initial=trains)
         unreached = tuple(layer for layer, reached in zip(layers, list(trained)[1:], strict=True) if not reached)
     pairs = [(like, layer in unreached) for layer, like in zip(layers, first, strict=True)]
     times = Counter(pairs)

@@ -70,10 +70,10 @@ def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Ste
     count, sizes, rates = shape.num_microbatches, shape.micro_batch_shape, _Rates.of(shape, device)
     cost = stage_cost(shape, stage)
     flops = shape.shared(
-        ("flops", sizes, stage.layers, stage.head),
-        lambda: shape.model.flops(sizes, stage.layers, head=stage.head),
+        ("flops", sizes, stage.layers, stage.part.head),
+        lambda: shape.model.flops(sizes, stage.layers, head=stage.part.head),
     )
-    work = Work.of(flops, cost, activations_of(shape).head if stage.head else None)
+    work = Work.of(flops, cost, activations_of(shape).head if stage.part.head else None)
     linear = count * (work.products / rates.products + work.operands / rates.memory)
     products = linear + count * work.attention / rates.attention
     fixed = device.forward_seconds + device.operation_seconds * work.operations

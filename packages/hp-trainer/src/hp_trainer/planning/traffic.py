@@ -69,7 +69,7 @@ def _counts(shape: StepShape, stage: StageBuffers) -> tuple[tuple[float, float],
     pipeline, stages = shape.pipeline, shape.pipeline.rank_of_stage.count(stage.rank)
     if never_resharded:
         blocks = number + pipeline.backwards_after_other_stage[stage.rank] / stages, reductions
-    uses, several = stage.part.embed + stage.head, reductions > 1
+    uses, several = stage.part.embed + stage.part.head, reductions > 1
     # Every stage of the rank calls the outermost module.
     root = stages * number + pipeline.backwards_after_no_forward[stage.rank], reductions * (stages if several else 1)
     return blocks, root, (blocks[0] * uses, reductions * (uses if several else 1))

@@ -151,7 +151,6 @@ class CountedModule:
         self._activations = _activations(step)
 
     def block_name(self, layer: int) -> str:
-        """See `ModelEstimates`."""
         return self._step.parts[layer].name
 
     def layer_kind(self, layer: int) -> int:
@@ -159,7 +158,6 @@ class CountedModule:
         return layer
 
     def unreached_blocks(self) -> tuple[int, ...]:
-        """See `ModelEstimates`."""
         return tuple(index for index, _ in enumerate(itertools.takewhile(lambda x: not x.is_reached, self._step.parts)))
 
     def parameters(self, dims: ParallelDims, part: ModelPart, *, freeze: tuple[str, ...] = ()) -> ModelParameters:
@@ -167,15 +165,12 @@ class CountedModule:
         return self._parameters
 
     def activations(self, shape: MicroBatchShape) -> ModelActivations:
-        """See `ModelEstimates`."""
         return self._activations
 
     def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
-        """See `ModelEstimates`."""
         return float(self._step.flops)
 
     def step_flops(self, samples: int, length: int) -> float:
-        """See `ModelEstimates`."""
         return float(self._step.flops) / self._micro_batch * samples
 
     def traffic(

@@ -6,12 +6,11 @@ every rank of a pipeline."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,16 +62,6 @@ class CostRates:
         """Return the work of a block's recomputation, in operations."""
         moved, sent = block.recomputed_bytes(recompute), block.recomputed_sent(recompute)
         return block.recomputed_flops(recompute) + self.moved * moved + self.sent * sent
-
-    def exposed_copy(self, block: BlockActivations, chosen: BlockRecompute, forward: float, backward: float) -> float:
-        """Return the part of a block's copies to the host and back that computation does not hide, in operations.
-
-        Args:
-            forward: work of the next block's forward, which overlaps with copies to the host.
-            backward: work of the next block's backward, which overlaps with copies back.
-        """
-        copied = self.host * (block.saved(chosen) - block.on_device(chosen))
-        return max(0.0, copied - forward) + max(0.0, copied - backward)
 
 
 ESTIMATED = CostRates()
@@ -153,19 +142,20 @@ class Demand:
     def cost(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> float:
         """Return the additional work of a micro-batch in operations: recomputation, and copies that are not hidden."""
         recomputation = sum(rates.recomputation(block, each) for block, each in zip(self.blocks, chosen, strict=True))
-        return recomputation + sum(self.exposed_copies(range(len(self.blocks)), chosen, rates))
+        return recomputation + sum(self.exposed_copies(chosen, rates))
 
-    def exposed_copies(
-        self, indices: Iterable[int], chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED
-    ) -> Iterator[float]:
-        """Yield the part of each block's copies that computation does not hide, in operations."""
-        for index in indices:
-            if chosen[index].offloads and not self.never_offloads(index):
-                after = self.blocks[index + 1]
+    def exposed_copies(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> Iterator[float]:
+        """Yield the part of each block's copies that computation does not hide, in operations.
+
+        The next block's forward overlaps with copies to the host, and its backward with copies back.
+        """
+        for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
+            if each.offloads and not self.never_offloads(index):
+                after, copied = self.blocks[index + 1], rates.host * (block.saved(each) - block.on_device(each))
                 forward = rates.work(after)
                 # Backward computes gradients of inputs and of weights: two products for each one of forward.
                 backward = 2 * forward + rates.recomputation(after, chosen[index + 1])
-                yield rates.exposed_copy(self.blocks[index], chosen[index], forward, backward)
+                yield max(0.0, copied - forward) + max(0.0, copied - backward)
 
     def offloaded(self, chosen: Sequence[BlockRecompute]) -> float:
         """Return the bytes of a micro-batch that are copied to the host and back."""
@@ -275,7 +265,7 @@ def plan_recompute(
         least=least,
         cost=demand.cost(best, rates),
         work=demand.work(rates),
-        exposed=sum(demand.exposed_copies(range(len(best)), best, rates)),
+        exposed=sum(demand.exposed_copies(best, rates)),
         offloaded=demand.offloaded(best),
         cost_without_offload=demand.cost(without, rates) if offloads and without is not None else None,
     )
@@ -645,21 +635,8 @@ def measure_rates(platform: Platform, dtype: str, group: ProcessGroup, *, offloa
             found["sent"] = operations * _seconds(platform, lambda: _send(platform, group, x)) / _BYTES
         if offloads:
             found["host"] = operations * _seconds(platform, functools.partial(_round_trip, platform, x)) / _BYTES / 2
-    return agreed_rates(found, all_gather_object_over(group))
-
-
-def agreed_rates(found: dict[str, float], all_gather_object: Callable[[Any], list[Any]]) -> CostRates:
-    """Return the medians of the rates measured on all ranks, with estimates for those not measured.
-
-    Args:
-        all_gather_object: returns the values of all ranks in one order.
-
-    Examples:
-        >>> agreed_rates({"moved": 3.0}, lambda mine: [mine, {"moved": 5.0}, {"moved": 4.0}]).moved
-        4.0
-    """
-    ranks = all_gather_object(found)
-    return dataclasses.replace(ESTIMATED, **{name: statistics.median(each[name] for each in ranks) for name in found})
+    ranks = all_gather_object_over(group)(found)
+    return replace(ESTIMATED, **{name: statistics.median(each[name] for each in ranks) for name in found})
 
 
 def _product_rate(platform: Platform, dtype: Any) -> float:

@@ -92,12 +92,17 @@ def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
         PipelineError: the layers cannot be split into these stages.
     """
     schedule = make_schedule(config, dims)
-    layers = split_layers(config, schedule.num_stages)
-    last = schedule.num_stages - 1
-    return StagePlan(
-        schedule,
-        tuple(ModelPart(embed=stage == 0, layers=tuple(each), head=stage == last) for stage, each in enumerate(layers)),
-    )
+    return StagePlan(schedule, stage_parts(config, schedule.num_stages))
+
+
+def stage_parts(config: TrainerConfig, num_stages: int) -> tuple[ModelPart, ...]:
+    """Return the part of the model in each stage.
+
+    Raises:
+        PipelineError: as `split_layers`.
+    """
+    layers, last = split_layers(config, num_stages), num_stages - 1
+    return tuple(ModelPart(embed=i == 0, layers=tuple(each), head=i == last) for i, each in enumerate(layers))
 
 
 def make_schedule(config: TrainerConfig, dims: ParallelDims, *, is_shortened: bool = False) -> Schedule:

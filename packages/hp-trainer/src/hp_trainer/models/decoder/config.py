@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -67,7 +68,9 @@ class DecoderEstimates:
 
     def __init__(self, config: DecoderOptions) -> None:
         self._config = config
-        self._layer_flops: dict[int, list[float]] = {}
+        # By sequence length; a search over layouts asks many times.
+        self._layer_flops = functools.cache(functools.partial(layer_flops_per_token, config))
+        self._routed_flops = functools.cache(functools.partial(routed_flops_per_token, config))
 
     @property
     def num_layers(self) -> int:
@@ -97,13 +100,11 @@ class DecoderEstimates:
         return decoder_activations(self._config, shape)
 
     def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
-        if shape.length not in self._layer_flops:
-            self._layer_flops[shape.length] = layer_flops_per_token(self._config, shape.length)
-        per_token = self._layer_flops[shape.length]
+        per_token = self._layer_flops(shape.length)
         total = sum(per_token[layer] for layer in layers)
         if shape.splits_tokens:
             # Ranks of `ep` compute the same tokens, except that each routes only some of them to experts.
-            routed = routed_flops_per_token(self._config, shape.length)
+            routed = self._routed_flops(shape.length)
             total -= sum(routed[layer] for layer in layers) * (1 - 1 / shape.ep)
         if head:
             total += head_flops_per_token(self._config)
