@@ -11,7 +11,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.selection import get_platform
 from hp_trainer.config import TrainerConfig, parse_config
 from hp_trainer.data import Batch
-from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.planning.shapes import StepShape
 from hp_trainer.plugins import registries
 from hp_trainer.training.setup import RankSetup
@@ -30,11 +30,6 @@ def config_of(**settings: Any) -> TrainerConfig:
     """Return the small configuration with other settings; two underscores stand for the dot."""
     given = [(name.replace("__", "."), "null" if value is None else str(value)) for name, value in settings.items()]
     return parse_config(YAML, given, registered=registries()).config
-
-
-def dims_of(config: TrainerConfig, world_size: int) -> ParallelDims:
-    """Return the degrees of a configuration on so many ranks."""
-    return ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
 
 
 def shape_of(config: TrainerConfig, world_size: int) -> StepShape:

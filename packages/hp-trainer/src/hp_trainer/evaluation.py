@@ -24,7 +24,7 @@ from hp_trainer.checkpoint import Checkpoint, open_latest
 from hp_trainer.config import GenerateConfig, TrainerConfig
 from hp_trainer.data import Batch, BatchReader, Samples, cache_folder
 from hp_trainer.exceptions import DataError, EvaluationError
-from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.plugins import registries
 from hp_trainer.records import perplexity_of
 from hp_trainer.run import RunFolder, checkpoint_storage
@@ -143,7 +143,7 @@ def _measure_on_all_ranks(
 ) -> Perplexity:
     """Measure with the model sharded over the world; every rank reads its samples of each batch."""
     world = current_world(platform)
-    dims = ParallelDims.from_config(config.parallel, world.size, getattr(config.model.options, "num_experts", None))
+    dims = dims_of(config, world.size)
     mesh = dims.build_mesh(platform.device_types[0], platform=platform)
     model = build_model(config, platform, dims, mesh, weights=False)
     load_weights(platform, model, checkpoint, averaged=averaged)

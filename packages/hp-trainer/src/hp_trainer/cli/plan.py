@@ -24,6 +24,7 @@ from hp_trainer.launch import (
 )
 from hp_trainer.models.estimates import estimates_of
 from hp_trainer.parallel import ParallelDims, context_style, describe_context, describe_layouts, list_layouts
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.pipeline import (
     ActionSeconds,
     Schedule,
@@ -99,7 +100,7 @@ def check_command(config: str, world_size: int | None, overrides: Overrides) -> 
 
 def describe_run(config: TrainerConfig, world_size: int) -> str:
     """Return a summary of the run of a valid configuration on `world_size` ranks."""
-    dims = ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
+    dims = dims_of(config, world_size)
     training = config.training
     samples = training.global_batch_size // dims.dp_size
     micro = samples // num_microbatches(config, dims)
@@ -154,8 +155,7 @@ def plan_command(
     on = find_device(device)
     memory = device_memory or on.memory
     refuse(_problems(loaded, num_ranks), title)
-    experts = getattr(loaded.config.model.options, "num_experts", None)
-    dims = ParallelDims.from_config(loaded.config.parallel, num_ranks, experts)
+    dims = dims_of(loaded.config, num_ranks)
     counter = _module_counter(loaded.config, dims, title)
     estimate_model = None if counter is None else counter.of(loaded.config)
     plan = plan_step(loaded.config, dims, on, estimate_model=estimate_model)

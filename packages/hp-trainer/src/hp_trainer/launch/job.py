@@ -61,10 +61,11 @@ from hp_trainer.launch.platforms import (
     world_size_of,
 )
 from hp_trainer.launch.preflight import layout_problems
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.run import RunFolder, RunLock, checkpoint_storage
 from hp_trainer.training import Trainer
 from hp_trainer.training.checkpoints import Choice
-from hp_trainer.training.recovery import Sources, StateCopies, dims_of, replicas_of, with_fewer_replicas
+from hp_trainer.training.recovery import Sources, StateCopies, replicas_of, with_fewer_replicas
 from hp_trainer.training.stalls import is_of_collective, watched_set_up
 
 

@@ -25,6 +25,7 @@ from hp_trainer.parallel import (
     degrees_from_config,
     find_model_problems,
 )
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.registries import Registries
 from hp_trainer.run import RunFolder
 from hp_trainer.run.folder import PROBE
@@ -152,8 +153,7 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
     found = list(layout_problems(config, world_size))
     yield from found
     if not found and isinstance(platform, str):
-        num_experts = getattr(config.model.options, "num_experts", None)
-        dims = ParallelDims.from_config(config.parallel, world_size, num_experts)
+        dims = dims_of(config, world_size)
         yield from find_memory_problems(dims, config, platform)
 
 
@@ -164,9 +164,8 @@ def layout_problems(config: TrainerConfig, world_size: int, *, is_shortened: boo
         is_shortened: as in `find_pipeline_problems`.
     """
     yield from _idle_degrees(config)
-    num_experts = getattr(config.model.options, "num_experts", None)
     try:
-        dims = ParallelDims.from_config(config.parallel, world_size, num_experts)
+        dims = dims_of(config, world_size)
     except ParallelDimsError as error:
         for problem in [*error.problems, *_unfitting(config, error, world_size)]:
             hint = problem.hint.replace("world_size=", "launch.local_ranks=")

@@ -277,6 +277,15 @@ class ParallelDims:
         raise_if_any(self.model_problems(model, seq_len), ParallelDimsError, "parallel degrees do not fit the model")
 
 
+def dims_of(config: Any, world_size: int) -> ParallelDims:
+    """Return the degrees of a trainer's configuration on a number of ranks.
+
+    Raises:
+        ParallelDimsError: listing every problem.
+    """
+    return ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
+
+
 _DISPATCH = ("ep_dispatcher", "ep_chunks", "ep_copies", "ep_move_interval", "ep_node_size")
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, PlanError
-from hp_trainer.parallel import ParallelDims
 from hp_trainer.parallel.axes import divisors
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.pipeline import schedule_names
 from hp_trainer.planning.pipeline import splits_backward
 from hp_trainer.planning.plan import StepPlan, format_seconds, plan_step
@@ -181,8 +181,7 @@ class _Search:
         except ConfigError:
             return None
         given = self._plan_given
-        experts = getattr(config.model.options, "num_experts", None)
-        dims = ParallelDims.from_config(config.parallel, given.shape.dims.world_size, experts)
+        dims = dims_of(config, given.shape.dims.world_size)
         # The cached reasons hold for one schedule and one way of gathering weights.
         known = self._schedules.setdefault((config.pipeline, config.parallel.gathers_for_step), {})
         if Reasons(config, known).of_layout(dims):

@@ -41,7 +41,7 @@ from hp_trainer._files import strict_json
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.optimizers import set_state
-from hp_trainer.parallel import ParallelDims
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.training.pipelined_model import num_microbatches
 from hp_trainer.training.setup import RankSetup
 from hp_trainer.training.state import box_of, named_state
@@ -191,11 +191,6 @@ def _kind_of(setup: RankSetup, name: str, tensor: Any) -> list[Any]:
     """Return name, dtype and box of a tensor's local shard, by which `restore` recognizes it, as JSON values."""
     box = box_of(tensor)
     return [name, setup.platform.dtype_name(tensor.dtype), [list(box.offset), list(box.shape)]]
-
-
-def dims_of(config: TrainerConfig, world_size: int) -> ParallelDims:
-    """Return the degrees of parallelism of a configuration on a number of ranks."""
-    return ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
 
 
 def replicas_of(config: TrainerConfig, platform: Platform) -> list[int]:

@@ -38,6 +38,7 @@ from hp_trainer.models.plain_module import PlainModel
 from hp_trainer.models.recomputation import BlockRecompute, saved_kinds
 from hp_trainer.optimizers import build_grouped, build_on_host
 from hp_trainer.parallel import ParallelDims, context_style
+from hp_trainer.parallel.dims import dims_of
 from hp_trainer.plugins import registries
 from hp_trainer.run import RunFolder, check_model
 from hp_trainer.training.activation_budget import ESTIMATED, fuses_experts, measure_rates, plan_activations
@@ -92,8 +93,7 @@ class RankSetup:
             run: the run folder, with prepared data; None: the caller has batches of its own, and there is no dataset.
             weights: initialize the weights; False: a checkpoint will be loaded.
         """
-        num_experts = getattr(config.model.options, "num_experts", None)
-        dims = ParallelDims.from_config(config.parallel, current_world(platform).size, num_experts)
+        dims = dims_of(config, current_world(platform).size)
         mesh = dims.build_mesh(platform.device_types[0], platform=platform)
         dataset: Any = None
         if run is not None:
