@@ -335,7 +335,7 @@ def test_several_sources_are_mixed_and_others_evaluated_with(tmp_path: Path, reg
     assert dataset.fingerprint["weights"] == [3.0, 1.0]
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "documents", "whole", "none"])
+@pytest.mark.parametrize("packing", ["concatenate", "documents", "best_fit", "none"])
 def test_what_is_kept_for_evaluation_is_not_trained_on(tmp_path: Path, registered: Registries, packing: str) -> None:
     write_numbers(tmp_path / "a.jsonl", 40, "a")
     yaml = f"data: {{path: a.jsonl, field: body, packing: {packing}, eval_fraction: 0.25}}"
@@ -569,3 +569,13 @@ def test_damaged_notes_of_prepared_data_are_refused_by_name(tmp_path: Path, dama
     file.write_text(damage)
     with pytest.raises(DataError, match=rf"{file.name} is damaged; delete it, and `hp-train resume` rebuilds it"):
         read_notes(tmp_path)
+
+
+def test_packing_is_recorded_as_by_earlier_versions(tmp_path: Path, registered: Registries) -> None:
+    """Their checkpoints are read: data with another record are refused as other data."""
+    write_numbers(tmp_path / "a.jsonl", 40, "a")
+    recorded = {"concatenate": None, "documents": "documents", "best_fit": "whole", "none": "none"}
+    for packing, name in recorded.items():
+        yaml = f"data: {{path: a.jsonl, field: body, packing: {packing}}}"
+        fingerprint = opened(source_of(tmp_path, yaml, registered), tmp_path / packing, 4).fingerprint
+        assert fingerprint.get("packing") == name

@@ -92,7 +92,7 @@ def test_progress_is_told_of_what_takes_long(tmp_path: Path, monkeypatch: pytest
     assert f"verifying {tmp_path}: 100%" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "whole"])
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 def test_data_that_are_truncated_during_a_run_are_named(tmp_path: Path, packing: str) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 2000)
     source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt"), packing=packing))

@@ -30,8 +30,8 @@ data: {{name: chat, path: {folder}/chat.jsonl, template: plain, packing: {packin
 """
 OPTIONS = {
     "windows of documents": (TEXT, "documents"),
-    "complete documents": (TEXT, "whole"),
-    "packed conversations": (CHAT, "whole"),
+    "complete documents": (TEXT, "best_fit"),
+    "packed conversations": (CHAT, "best_fit"),
 }
 
 
@@ -102,14 +102,14 @@ def test_documents_in_a_row_are_as_if_each_stood_alone(tmp_path, hp_platform, te
     write_data(tmp_path)
     labs = {
         packing: DataLab(tmp_path, hp_platform, text.format(folder=tmp_path, packing=packing), 60)
-        for packing in ("whole", "none")
+        for packing in ("best_fit", "none")
     }
-    run = labs["whole"].run("run", training__steps=3)
+    run = labs["best_fit"].run("run", training__steps=3)
     found = {}
     for packing, lab in labs.items():
         found[packing] = measure_perplexity_on(
             run, lab.config(), hp_platform, newest(run), evaluation_only=text is TEXT
         )
-    assert found["whole"].tokens == found["none"].tokens > 900
+    assert found["best_fit"].tokens == found["none"].tokens > 900
     # The same terms, summed in other rows.
-    assert found["whole"].loss == pytest.approx(found["none"].loss, rel=2e-6)
+    assert found["best_fit"].loss == pytest.approx(found["none"].loss, rel=2e-6)

@@ -53,7 +53,7 @@ def test_a_skipped_step_changes_nothing_but_the_position(torch_or, lab, spoilt, 
     steps = events(run, "step")
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[2]["loss"] == "nan"
-    assert [step["metrics"].get("given_up") for step in steps] == [None, None, 1.0, None, None, None]
+    assert [step["metrics"].get("discarded") for step in steps] == [None, None, 1.0, None, None, None]
     assert newest(run).state["optimizer_steps"] == 5
     assert newest(run).state["samples"] == 48
 
@@ -122,7 +122,7 @@ def test_a_spike_is_skipped_and_an_interrupted_run_decides_alike(lab, spoilt):
     }
     spoilt[4] = 100.0
     full = lab.run("full", **rules)
-    assert [step["metrics"].get("given_up") for step in events(full, "step")] == [None] * 4 + [1.0, None]
+    assert [step["metrics"].get("discarded") for step in events(full, "step")] == [None] * 4 + [1.0, None]
     assert newest(full).state["guard"]["losses"] == [losses(full)[3], losses(full)[5]]
     spoilt.clear()
     spoilt[1] = 100.0  # counted from where it goes on, at step 4

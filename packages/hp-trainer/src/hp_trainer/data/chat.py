@@ -304,9 +304,9 @@ class ChatDataConfig(ChatFieldsConfig, DocumentsConfig):
     )
     template_file: FilePath | None = Field(None, description="file with a chat template in Jinja")
     loss_on: Literal["answers", "everything"] = Field("answers", description="tokens that are predicted")
-    packing: Literal["whole", "none"] = Field(
-        "whole",
-        description="whole: as many complete conversations per row as fit; none: one per row; "
+    packing: Literal["best_fit", "none"] = Field(
+        "best_fit",
+        description="best_fit: complete conversations, as many per row as fit; none: one per row; "
         "longer ones are truncated",
     )
 

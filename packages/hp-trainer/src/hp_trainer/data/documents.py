@@ -34,7 +34,7 @@ from hp_trainer.data.samples import DocumentWindows, MixedSamples, PackedSamples
 from hp_trainer.data.tokenizer import load_tokenizer
 from hp_trainer.exceptions import DataError, Problem
 
-Packing = Literal["concatenate", "documents", "whole", "none"]
+Packing = Literal["concatenate", "documents", "best_fit", "none"]
 
 _BATCH = 256
 _USES = ("training", "evaluation")
@@ -333,7 +333,7 @@ class DocumentsSource(DatasetSource):
             length,
             pad=self.tokenizer().separator or 0,
             predicted=None if corpus.predicted is None else corpus.predicted[begin:end],
-            together=self.packing == "whole",
+            together=self.packing == "best_fit",
             # A conversation is truncated: the rest of an answer would lack its question.
             keep_rest=corpus.predicted is None,
         )
@@ -345,7 +345,8 @@ class DocumentsSource(DatasetSource):
             "sequence length": length,
         }
         if self.packing != "concatenate":
-            facts["packing"] = self.packing
+            # Checkpoints of earlier versions record best_fit under its former name.
+            facts["packing"] = "whole" if self.packing == "best_fit" else self.packing
             # Document ends change rows only where packing looks at them.
             facts["documents"] = _alone([corpus.info.files["ends"].sha256 for corpus in corpora])
         if any(corpus.predicted is not None for corpus in corpora):
@@ -417,7 +418,7 @@ class TextDataConfig(DocumentsConfig):
     packing: Packing = Field(
         "concatenate",
         description="concatenate: windows of all documents in sequence; documents: the same, with documents separated; "
-        "whole: as many complete documents per row as fit; none: one document per row",
+        "best_fit: complete documents, as many per row as fit; none: one document per row",
     )
 
 

@@ -207,7 +207,7 @@ class Trainer:
         if self.setup.scaler.is_enabled():
             metrics["loss_scale"] = self.setup.scaler.get_scale()
         if verdict is not GO_ON:
-            metrics["given_up"] = 1.0
+            metrics["discarded"] = 1.0
         self.progress = Progress(step, samples)
         seconds = time.perf_counter() - started
         self._report_step(
