@@ -489,19 +489,6 @@ class TiedWeights:
             )
         return {name: tuple(ranks[name]) for name, found in forms.items() if len(found) > 1}
 
-    def broadcast(self) -> None:
-        """Copy the values of the first copy to all others."""
-        with self._platform.no_grad():
-            for name, copies in self._mine.items():
-                first = local_of(self._platform, copies[0])
-                if len(self._ranks[name]) > 1:
-                    # A local tensor may be a strided view; the broadcast needs a contiguous buffer.
-                    values = self._platform.contiguous(self._platform.detach(first))
-                    self._group(name).broadcast(values, 0)
-                    self._platform.copy_(first, values)
-                for copy in copies[1:]:
-                    self._platform.copy_(local_of(self._platform, copy), first)
-
     def sum_gradients(self) -> None:
         """Replace the gradient of every copy by the sum over all copies, with one all-reduce for each weight.
 
