@@ -561,14 +561,45 @@ def test_micro_batches_are_the_batch_in_parts() -> None:
     assert len(batch.micro_batches(None)) == 1
 
 
-@pytest.mark.parametrize("damage", ["{", "[" * 100_000, "[]", "{}"], ids=["truncated", "nested", "a list", "empty"])
-def test_damaged_notes_of_prepared_data_are_refused_by_name(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("{", "Invalid JSON: EOF while parsing an object at line 1 column 1"),
+        ("[" * 100_000, "Invalid JSON: recursion limit exceeded"),
+        ("[]", "expected a"),
+        ("{}", "format: missing"),
+        ('{"format": 2, "corpora": {}}', "format: expected 1, got 2"),
+        ('{"format": 1, "corpora": {"training": 3}}', "corpora.training: expected a valid array, got 3"),
+        (
+            '{"format": 1, "corpora": {"training": [{"folder": 3, "origin": "", "digests": {}}]}}',
+            "corpora.training.0.folder: expected a valid string, got 3",
+        ),
+        (
+            '{"format": 1, "corpora": {"training": [{"folder": "", "origin": "", "digests": ["a"]}]}}',
+            "corpora.training.0.digests: expected",
+        ),
+    ],
+)
+def test_damaged_records_of_prepared_data_are_refused_by_name(tmp_path: Path, damage: str, problem: str) -> None:
     write_notes(tmp_path, {})
     assert read_notes(tmp_path) == {}
     (file,) = tmp_path.iterdir()
     file.write_text(damage)
-    with pytest.raises(DataError, match=rf"{file.name} is damaged; delete it, and `hp-train resume` rebuilds it"):
+    with pytest.raises(
+        DataError, match=re.escape(f"{file} is damaged: {problem}") + ".*; delete it, and `hp-train resum"
+    ):
         read_notes(tmp_path)
+
+
+def test_records_of_other_sources_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    source = TextSource(TextDataConfig(path=str(tmp_path / "a.txt")))
+    opened(source, tmp_path, 4)
+    data = tmp_path / "run" / "data"
+    write_notes(data, {})
+    for use in (source.verify, lambda folder: source.open(folder, 4)):
+        with pytest.raises(DataError, match=r"data\.json is damaged: corpora\.training: expected 1 records, .* got 0"):
+            use(data)
 
 
 def test_packing_is_recorded_as_by_earlier_versions(tmp_path: Path, registered: Registries) -> None:

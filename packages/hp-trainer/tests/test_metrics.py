@@ -96,11 +96,35 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path, run) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [b"not json", b"[" * 100_000, b"\xff\xfe", b"3", b'{"step": 2}', b'{"event": "step", "step": "2"}', b"\0\0"],
-    ids=["text", "nested brackets", "no UTF-8", "a number", "no event", "a step that is text", "zeros"],
+    ("damage", "problem"),
+    [
+        (b"not json", "Invalid JSON: expected ident at line 1 column 2"),
+        (b"[" * 100_000, "Invalid JSON: recursion limit exceeded at line 1 column "),
+        (b"\xff\xfe", "Invalid JSON: expected value at line 1 column 1"),
+        (b"3", "expected an object, got 3"),
+        (b'{"step": 2}', "event: missing"),
+        (b'{"event": "step", "step": "2"}', "step: expected a valid integer, got '2'"),
+        (b'{"event": "step"}', "step: missing"),
+        (b'{"event": "step", "step": -1}', "step: expected greater than or equal to 0, got -1"),
+        (b'{"event": "step", "step": 2, "tokens": "many"}', "tokens: expected a valid integer, got 'many'"),
+        (b'{"event": "step", "step": 2, "metrics": [1]}', "metrics: expected an object, got [1]"),
+        (
+            b'{"event": "step", "step": 2, "stragglers": [{"ranks": 3}]}',
+            "stragglers.0.ranks: expected a valid array, got 3",
+        ),
+        (
+            b'{"event": "start", "platform": "torch", "world_size": 0}',
+            "world_size: expected greater than or equal to 1, got 0",
+        ),
+        (b'{"event": "evaluation", "loss": 2}', "step: missing"),
+        (
+            b'{"event": "checkpoint", "step": 1, "folder": "a", "seconds": null}',
+            "seconds: expected a valid number, got None",
+        ),
+        (b"\0\0", "Invalid JSON: expected value at line 1 column 1"),
+    ],
 )
-def test_a_damaged_line_is_told_and_left_out(tmp_path: Path, run, capsys, damage: bytes) -> None:
+def test_a_damaged_line_is_reported_and_skipped(tmp_path: Path, run, capsys, damage: bytes, problem: str) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"event": "step", "step": number}).encode() for number in (1, 2, 3)]
     path.write_bytes(b"\n".join([lines[0], damage, lines[2], b""]))
@@ -108,7 +132,7 @@ def test_a_damaged_line_is_told_and_left_out(tmp_path: Path, run, capsys, damage
     tracker = JsonLinesTracker(path)
     tracker.start(run(first_step=3))
     tracker.finish()
-    assert capsys.readouterr().err == f"hp-train: {path}: line 2 is damaged and is skipped\n"
+    assert capsys.readouterr().err.startswith(f"hp-train: {path}, line 2 is damaged and is skipped: {problem}")
     assert [event["event"] for event in read_metrics(path)] == ["step", "step", "start"]
 
 

@@ -161,3 +161,40 @@ def test_damaged_configuration_is_told(make_run, content: str) -> None:
     (run / "config.yaml").write_text(content)
     with pytest.raises(RunFolderError, match=r"config\.yaml is damaged"):
         RunHistory.read(run)
+
+
+def test_events_of_wrong_types_are_named_and_left_out(make_run, capsys) -> None:
+    run = make_run("first")
+    sound = report_run(run).read_text()
+    events = (run / "metrics.jsonl").read_text().splitlines()
+    damaged = [
+        {"event": "start", "platform": "torch", "world_size": "4", "num_parameters": 3},
+        {"event": "checkpoint", "step": 4, "folder": "step-00000004"},
+        {**step_event(5, 0.5), "rank_seconds": {"data": 0.1}},
+        {**step_event(5, 0.5), "stragglers": [{"ranks": [1], "since": 2, "factor": "2", "work": "data", "node": None}]},
+    ]
+    (run / "metrics.jsonl").write_text("\n".join([*map(json.dumps, damaged), *events]) + "\n")
+    capsys.readouterr()
+    assert report_run(run).read_text() == sound
+    assert capsys.readouterr().err == "".join(
+        f"hp-train: {run}/metrics.jsonl, line {number} is damaged and is skipped: {problem}\n"
+        for number, problem in enumerate(
+            (
+                "world_size: expected a valid integer, got '4'",
+                "seconds: missing",
+                "rank_seconds.data: expected a valid array, got 0.1",
+                "stragglers.0.factor: expected a valid number, got '2'",
+            ),
+            start=1,
+        )
+    )
+
+
+def test_times_and_loads_under_other_names_are_left_out(make_run) -> None:
+    run = make_run("first")
+    sound = {"data": [0.1, 0.2], "forward": [1.0, 2.0]}
+    other = {"rank_seconds": {"forward": [1.0, 2.0]}, "metrics": {"expert_load/0/a": 1.0}}
+    with (run / "metrics.jsonl").open("a") as out:
+        for event in ({**step_event(5, 0.5), **other}, {**step_event(6, 0.5), "rank_seconds": sound}):
+            out.write(json.dumps(event) + "\n")
+    assert "0.1000" in report_run(run).read_text()

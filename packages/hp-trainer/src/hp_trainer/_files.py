@@ -15,11 +15,14 @@ import socket
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import yaml
 
 from hp_trainer.exceptions import with_path
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 # Upper bound of the files read here (settings, notes, templates), so that a wrong path cannot fill the memory.
 _MOST_BYTES = 256 << 20
@@ -252,3 +255,13 @@ def strict_value(value: Any) -> Any:
 def strict_json(value: Any, indent: int | None = None) -> str:
     """Return a value as RFC 8259 JSON text; see `strict_value`."""
     return json.dumps(strict_value(value), indent=indent, allow_nan=False)
+
+
+def mismatch(error: ValidationError) -> str:
+    """Return the first problem of a JSON text: its place, what was expected, and the value there."""
+    first = error.errors(include_url=False)[0]
+    problem = first["msg"].replace("Input should be", "expected").replace("Field required", "missing")
+    # The value is everything around a missing field, and of a text that is not JSON the text.
+    if first["type"] not in ("missing", "json_invalid"):
+        problem += f", got {first['input']!r:.80}"
+    return ": ".join(filter(None, (".".join(map(str, first["loc"])), problem)))

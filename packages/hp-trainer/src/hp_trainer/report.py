@@ -25,7 +25,7 @@ from hp_trainer.config import settings_by_path
 from hp_trainer.exceptions import ParallelDimsError, RunFolderError
 from hp_trainer.metrics import read_metrics
 from hp_trainer.metrics.pictures import draw_loads, draw_losses, loads_of, new_figure
-from hp_trainer.metrics.tracker import EXPERT_LOAD
+from hp_trainer.metrics.tracker import EXPERT_LOAD, report_damaged_lines
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.run import RunFolder
 
@@ -65,6 +65,7 @@ class RunHistory:
             raise RunFolderError(f"{run.config_file} is damaged: {error}") from error
         if not isinstance(config, dict):
             raise RunFolderError(f"{run.config_file} is damaged: it has no settings")
+        report_damaged_lines(run.metrics_file)
         return cls(path, tuple(read_metrics(run.metrics_file)), config)
 
     @property
@@ -358,9 +359,10 @@ def rank_seconds(events: Sequence[dict[str, Any]]) -> str:
     measured = [event["rank_seconds"] for event in events if event.get("rank_seconds")]
     if not measured:
         return ""
+    counts = {kind: len(seconds) for kind, seconds in measured[-1].items()}
     # A resumed run may have another number of ranks.
-    measured = [each for each in measured if len(each["data"]) == len(measured[-1]["data"])]
-    kinds, number = list(measured[-1]), len(measured[-1]["data"])
+    measured = [each for each in measured if {kind: len(seconds) for kind, seconds in each.items()} == counts]
+    kinds, number = list(counts), min(counts.values())
     medians = {kind: np.median([each[kind] for each in measured], axis=0) for kind in kinds}
     shown, more = list(range(number)), ""
     if number > MOST_RANKS:

@@ -23,11 +23,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Literal, Self, TextIO
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
-from hp_trainer._files import write_atomically
+from hp_trainer._files import mismatch, write_atomically
 from hp_trainer.exceptions import DataError, MachineError, describe_machine_error
 
 _SECONDS = 10.0
@@ -567,6 +568,14 @@ class CorpusNote:
         return corpus
 
 
+@dataclass(frozen=True)
+class _Notes:
+    """The form of `data.json`: records by use."""
+
+    format: Literal[1]
+    corpora: dict[str, list[CorpusNote]]
+
+
 def write_notes(run_data: Path, notes: Mapping[str, Sequence[CorpusNote]]) -> None:
     """Write the records of the corpora that a run reads, by use (`training`, `evaluation`)."""
     plain = {use: [asdict(one) for one in notes[use]] for use in notes}
@@ -583,8 +592,8 @@ def read_notes(run_data: Path) -> dict[str, list[CorpusNote]] | None:
     if not file.is_file():
         return None
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        assert values["format"] == 1
-        return {use: [CorpusNote(**one) for one in notes] for use, notes in values["corpora"].items()}
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError) as error:
-        raise DataError(f"{file} is damaged; delete it, and `hp-train resume` rebuilds it from a checkpoint") from error
+        return TypeAdapter(_Notes).validate_json(file.read_bytes(), strict=True).corpora
+    except ValidationError as error:
+        raise DataError(
+            f"{file} is damaged: {mismatch(error)}; delete it, and `hp-train resume` rebuilds it from a checkpoint"
+        ) from error

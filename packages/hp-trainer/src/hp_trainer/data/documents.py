@@ -186,11 +186,8 @@ class DocumentsSource(DatasetSource):
 
     def verify(self, folder: Path, part: float = 1.0) -> None:
         """Verify the corpora, and prepare missing ones again, see `DatasetSource.verify`."""
-        notes = read_notes(folder)
-        if notes is None:
-            raise DataError(f"{folder / 'data.json'} is missing: it records the prepared data of the run")
-        for use, sources in zip(_USES, (self.sources, self.eval_sources), strict=True):
-            for note, source in zip(notes[use], sources, strict=True):
+        for notes, sources in zip(self._notes(folder), (self.sources, self.eval_sources), strict=True):
+            for note, source in zip(notes, sources, strict=True):
                 # The cache may have been deleted. `note.open` then compares digests: changed sources are refused.
                 if not note.path(folder).exists():
                     self._build(source, note.path(folder))
@@ -203,10 +200,7 @@ class DocumentsSource(DatasetSource):
         Raises:
             DataError: a corpus is missing or damaged, or too short for one training sample.
         """
-        notes = read_notes(folder)
-        if notes is None:
-            raise DataError(f"{folder / 'data.json'} is missing: it records the prepared data of the run")
-        corpora, held_out = ([note.open(folder) for note in notes[use]] for use in _USES)
+        corpora, held_out = ([note.open(folder) for note in notes] for notes in self._notes(folder))
         train_ends = [self._train_end(corpus) for corpus in corpora]
         train = [
             self._samples(corpus, 0, end, sequence_length) for corpus, end in zip(corpora, train_ends, strict=True)
@@ -226,6 +220,20 @@ class DocumentsSource(DatasetSource):
         weights = [source.files.weight for source in self.sources] if len(train) > 1 else []
         mixed = MixedSamples(train, None if None in weights else weights) if weights else train[0]
         return Dataset(mixed, held, self.tokenizer(), fingerprint)
+
+    def _notes(self, folder: Path) -> list[list[CorpusNote]]:
+        """Return the records of the run's corpora, one for each source: for training, and for evaluation."""
+        notes, file = read_notes(folder), folder / "data.json"
+        if notes is None:
+            raise DataError(f"{file} is missing: it records the prepared data of the run")
+        found = [notes.get(use, []) for use in _USES]
+        for use, own, sources in zip(_USES, found, (self.sources, self.eval_sources), strict=True):
+            if len(own) != len(sources):
+                raise DataError(
+                    f"{file} is damaged: corpora.{use}: expected {len(sources)} records, one for each source, got "
+                    f"{len(own)}; delete it, and `hp-train resume` rebuilds it from a checkpoint"
+                )
+        return found
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer.

@@ -62,7 +62,7 @@ def draw_loss_curve(events: list[dict[str, Any]], picture: Path) -> None:
 
 
 def _points(events: list[dict[str, Any]], kind: str) -> list[Point]:
-    pairs = [(event["step"], event["loss"]) for event in events if event.get("event") == kind]
+    pairs = [(event["step"], event.get("loss")) for event in events if event.get("event") == kind]
     return [(step, loss) for step, loss in pairs if isinstance(loss, (int, float)) and math.isfinite(loss)]
 
 
@@ -158,4 +158,5 @@ def draw_loads(figure: Any, steps: list[int], loads: dict[str, numpy.ndarray]) -
 
 def _loads(event: dict[str, Any]) -> dict[str, float]:
     metrics: dict[str, float] = event.get("metrics") or {}
-    return {key: value for key, value in metrics.items() if key.startswith(EXPERT_LOAD)}
+    named = (key for key in metrics if key.startswith(EXPERT_LOAD) and key.rpartition("/")[2].isdecimal())
+    return {key: metrics[key] for key in named}

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
 from hp_trainer._coordination import report
-from hp_trainer._files import strict_json, write_atomically
+from hp_trainer._files import mismatch, strict_json, write_atomically
 from hp_trainer.config import section
 from hp_trainer.exceptions import TrainingError, with_path
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
@@ -188,8 +188,7 @@ class JsonLinesTracker(Tracker):
         self._file: TextIO | None = None
 
     def start(self, run: RunRecord) -> None:
-        for line in damaged_lines(self.path):
-            report(f"{self.path}: line {line} is damaged and is skipped")
+        report_damaged_lines(self.path)
         # Before the file is opened: `keep_steps` replaces it, and an open file would be the deleted one.
         keep_steps(self.path, run.first_step)
         # Line buffered: every event is on disk as soon as it has happened.
@@ -237,37 +236,77 @@ class JsonLinesTracker(Tracker):
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a metrics file in order, skipping damaged lines, such as one truncated by a crash."""
-    for _, event in _lines(path):
+    for _, event, _ in _lines(path):
         if event is not None:
             yield event
 
 
-def damaged_lines(path: Path) -> list[int]:
-    """Return the numbers of damaged lines, from 1. The last line may be truncated by a crash and does not count."""
+def report_damaged_lines(path: Path) -> None:
+    """Print the damaged lines of a metrics file for the user. A crash may truncate the last one, which is not named."""
     lines = list(_lines(path))
-    return [number for number, event in lines if event is None and number != len(lines)]
+    for number, event, problem in lines:
+        if event is None and number != len(lines):
+            report(f"{path}, line {number} is damaged and is skipped: {problem}")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number and the event of each line; the event is None if the line is damaged."""
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
+    """Yield the number and the event of each line; the event of a damaged line is None, with the reason."""
     if not path.is_file():
         return
     # A crash may leave bytes that are not UTF-8.
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                event = None
-            yield number, event if _is_event(event) else None
+                _EVENTS.get(_Event.model_validate_json(line).event, _Event).model_validate_json(line)
+                event, problem = json.loads(line), ""
+            except ValidationError as error:
+                event, problem = None, mismatch(error)
+            yield number, event, problem
 
 
-def _is_event(value: Any) -> bool:
-    """Return whether a JSON value has the name of an event and, if it has a step, an integer step >= 0."""
-    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
-        return False
-    step = value.get("step", 0)
-    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
+# Numbers that are not finite are text, see `strict_json`.
+_Number = Annotated[float, Field(strict=False)]
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Straggler(BaseModel, strict=True):
+    ranks: list[int]
+    node: int | None
+    since: int
+    factor: float
+    work: str
+
+
+class _Event(BaseModel, strict=True):
+    """The fields of an event that reports and pictures read. Others may have any value."""
+
+    event: str
+    step: _Count = 0
+    first_step: _Count = 0
+    lost_replicas: _Count = 0
+    tokens: _Count = 0
+    loss: _Number | None = None
+    metrics: dict[str, _Number] = {}
+    stragglers: list[_Straggler] = []
+    rank_seconds: dict[str, list[float]] = {}
+
+
+class _Start(_Event):
+    platform: str
+    world_size: Annotated[int, Field(ge=1)]
+    num_parameters: _Count
+
+
+class _AtStep(_Event):
+    step: _Count
+
+
+class _Checkpoint(_AtStep):
+    folder: str
+    seconds: float
+
+
+_EVENTS: dict[str, type[_Event]] = {"start": _Start, "step": _AtStep, "evaluation": _AtStep, "checkpoint": _Checkpoint}
 
 
 def keep_steps(path: Path, last_step: int) -> None:
