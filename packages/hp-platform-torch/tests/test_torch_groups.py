@@ -100,6 +100,11 @@ def test_broadcast_from_any_member(three_ranks, dtype, ranks):
         assert [got[rank] for rank in ranks] == [expected] * len(ranks)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int16", "float8_e4m3fn"])
+def test_broadcast_of_what_is_not_contiguous(three_ranks, dtype):
+    assert three_ranks.run(on_rank.broadcast_strided, dtype) == [[True] * 3] * 3
+
+
 @pytest.mark.parametrize("ranks", SUBSETS)
 @pytest.mark.parametrize("lengths", [(3, 0, 5), (0, 0, 0)])
 @pytest.mark.parametrize("default_device", ["cpu", "meta"])

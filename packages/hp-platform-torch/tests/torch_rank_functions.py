@@ -144,6 +144,19 @@ def broadcast(dtype_name, ranks, source):
     return x.tolist()
 
 
+def broadcast_strided(dtype_name):
+    """Broadcasts of rank 1's values into views of other memory orders, each returned with the memory around it."""
+    world = current_world(PLATFORM)
+    found = []
+    for view in (torch.t, lambda x: x[:, ::2], lambda x: x[1:, 1:3]):
+        memory = _values(PLATFORM.dtype(dtype_name), 24, world.rank).view(4, 6)
+        world.all.broadcast(view(memory), 1)
+        expected = _values(memory.dtype, 24, world.rank).view(4, 6)
+        view(expected).copy_(view(_values(memory.dtype, 24, 1).view(4, 6)))
+        found.append(memory.tolist() == expected.tolist())
+    return found
+
+
 def bytes_of_everyone(lengths, ranks, default_device):
     world = current_world(PLATFORM)
     if world.rank not in ranks:

@@ -388,8 +388,13 @@ class TorchGroup(ProcessGroup):
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
         if x.numel() == 0:
             return DONE
+        # Backends send consecutive memory, whatever the strides are.
+        buffer = x.detach().contiguous()
         options = _options(distributed_c10d.BroadcastOptions, async_op, rootRank=source, rootTensor=0)
-        return settle(self._channel(x.device.type).broadcast([movable(x)], options), async_op)
+        work: Work = self._channel(x.device.type).broadcast([movable(buffer)], options)
+        if not x.is_contiguous():
+            work = Then(work, lambda: x.detach().copy_(buffer))
+        return settle(work, async_op)
 
     def _send(self, x: Tensor, target: int, async_op: bool) -> Work:
         return settle(self._channel(x.device.type).send([movable(x)], target, 0), async_op)
