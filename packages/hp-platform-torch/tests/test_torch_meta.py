@@ -65,6 +65,32 @@ def test_another_mesh_gets_no_data():
     assert run_ranks(run, 2, "torch") == [(True, (4, 1)), (True, (4, 2))]
 
 
+def test_redistributions_without_data_are_recorded():
+    def run():
+        mesh = init_device_mesh("cpu", (2,))
+        other = DeviceMesh("cpu", (2,), ranks=(1, 0))
+        full = torch.empty(5, 3, device="meta")
+        found = []
+        for source, device_mesh, target, options in (
+            ([Shard(0)], mesh, [Replicate()], {}),
+            ([Replicate()], mesh, [Shard(1)], {}),
+            ([Shard(0)], mesh, [Shard(1)], {"backward_dtype": torch.bfloat16}),
+            ([Shard(0)], other, [Shard(1)], {}),
+        ):
+            x = distribute_tensor(full, mesh, source).requires_grad_()
+            y = x.redistribute(device_mesh, target, **options)
+            (2 * y.to_local()).sum().backward()
+            local = x.grad.to_local()
+            found.append((y.requires_grad, x.grad.placements == x.placements, local.is_meta, tuple(local.shape)))
+        with torch.no_grad():
+            found.append(x.redistribute(mesh, [Replicate()]).requires_grad)
+        return found
+
+    assert run_ranks(run, 2, "torch") == [
+        [*((True, True, True, shape) for shape in ((n, 3), (5, 3), (n, 3), (n, 3))), False] for n in (3, 2)
+    ]
+
+
 def test_a_batch_keeps_devices_apart():
     """Meshes of two kinds of devices have the same ranks."""
 

@@ -27,7 +27,7 @@ from hp_dtensor.redistribute.exchange import (
     runs_in,
     size_of,
 )
-from hp_dtensor.redistribute.plan import RedistributePlan
+from hp_dtensor.redistribute.plan import RedistributePlan, without_data
 from hp_dtensor.redistribute.planner import plan_between
 from hp_dtensor.redistribute.segments import segments, shardings_of
 from hp_dtensor.spec.placements import Partial, Placement, RaggedShard, Replicate, Shard
@@ -67,7 +67,7 @@ class AcrossPlan:
             return local
         platform = self.source.mesh.platform
         if platform.is_meta(local):
-            return platform.empty(self.target.local_shape, local.dtype, platform.device_of(local))
+            return without_data(platform, local, self.target.local_shape)
         # The exchange sends each element from one owner and sums nothing, so its dual is the exchange in the other
         # direction. Reductions and copies are in the plans before and after, which have duals of their own.
         exchanged = platform.linear_map(self.before.run(local), self._exchange, lambda grad: self._backward(grad))

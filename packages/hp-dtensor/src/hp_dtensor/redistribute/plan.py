@@ -100,6 +100,19 @@ def scaled(platform: Platform, x: Tensor, up: int, down: int) -> Tensor:
     return x if down == 1 else platform.ops.div(x, down)
 
 
+def without_data(platform: Platform, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the result, of `shape`, of redistributing `local`, which has no data; its gradient has none either."""
+
+    def forward(x: Tensor) -> Tensor:
+        return platform.empty(shape, x.dtype, platform.device_of(x))
+
+    def backward(grad: Tensor) -> Tensor:
+        return platform.empty(before, grad.dtype, platform.device_of(grad))
+
+    before = tuple(local.shape)
+    return platform.linear_map(local, forward, backward)
+
+
 def after(work: Work, finish: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Return a function that waits for `work` and then returns `finish()`."""
 
@@ -251,7 +264,7 @@ class RedistributePlan:
             return local
         platform = self.source.mesh.platform
         if platform.is_meta(local):
-            return platform.empty(self.target.local_shape, local.dtype, platform.device_of(local))
+            return without_data(platform, local, self.target.local_shape)
         for stage in self.stages:
             local = stage.run(local)
         return local
