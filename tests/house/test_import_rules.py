@@ -109,6 +109,29 @@ def test_a_component_declares_no_framework_and_no_platform(package):
     assert not declared(project(package)["dependencies"]) & {*FRAMEWORKS, *PLATFORMS}
 
 
+def named_platforms(source):
+    """Return the lines of strings, other than docstrings, that name a framework or the package of its platform."""
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = (each for each in ast.walk(tree) if isinstance(each, ast.Constant) and id(each) not in documentation)
+    named = re.compile("|".join([*FRAMEWORKS, *(f".*hp[-_]platform[-_]{each}.*" for each in FRAMEWORKS)]), re.DOTALL)
+    return [each.lineno for each in texts if isinstance(each.value, str) and named.fullmatch(each.value)]
+
+
+@pytest.mark.parametrize("package", COMPONENTS)
+def test_a_component_names_no_platform(package):
+    """Capabilities answer. The conformance suites in `testing` may compare platforms."""
+    source = folder(package) / "src" / package
+    files = [file for file in sorted(source.rglob("*.py")) if file.relative_to(source).parts[0] != "testing"]
+    found = [f"{file.relative_to(ROOT)}:{line}" for file in files for line in named_platforms(file.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_named_platforms_are_found():
+    source = '"""torch"""\nx = "torch"\ny = f"pip install hp-platform-mindspore{x}"\nz = "a torch"'
+    assert named_platforms(source) == [2, 3]
+
+
 def test_fsdp_and_experts_do_not_need_each_other():
     assert "hp_moe" not in declared(project("hp_fsdp")["dependencies"])
     assert "hp_fsdp" not in declared(project("hp_moe")["dependencies"])

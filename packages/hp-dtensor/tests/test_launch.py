@@ -122,7 +122,7 @@ def test_a_name_needs_a_module():
 
 
 def test_an_unknown_platform_is_refused_before_anything_starts():
-    with pytest.raises(PlatformError, match="there is no platform 'arrow'; found: array"):
+    with pytest.raises(PlatformError, match="platform 'arrow' is not installed; found: array"):
         launch(targets.my_world, platform="arrow")
 
 

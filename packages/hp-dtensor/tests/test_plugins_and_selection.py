@@ -290,7 +290,7 @@ def test_a_template_needs_a_name_that_no_installed_plugin_has(install, monkeypat
 @pytest.mark.usefixtures("install")
 def test_no_platform_at_all(monkeypatch):
     monkeypatch.setenv("HP_LOAD_PLUGINS", "")
-    with pytest.raises(PlatformError, match="no platform is installed; install hp-platform-torch or") as caught:
+    with pytest.raises(PlatformError, match=r"no platform is installed; install .* hp-platform-FRAMEWORK") as caught:
         get_platform()
     assert str(caught.value).endswith(" Only the plugins of HP_LOAD_PLUGINS='' are loaded.")
 
@@ -301,7 +301,7 @@ def test_a_platform_that_the_limit_excludes(install, monkeypatch):
     with pytest.raises(PlatformError) as caught:
         get_platform("torch")
     assert str(caught.value) == (
-        "platform 'torch' is not installed; found: none. Install hp-platform-torch. "
+        "platform 'torch' is not installed; found: none. Install its package, usually hp-platform-torch. "
         "Only the plugins of HP_LOAD_PLUGINS='torhc' are loaded."
     )
 
@@ -318,27 +318,17 @@ def test_a_platform_that_is_not_installed(install):
     with pytest.raises(PlatformError) as caught:
         get_platform("bow")
     assert str(caught.value) == (
-        "there is no platform 'bow'; found: arrow. Install the package of the plugin that provides it. "
+        "platform 'bow' is not installed; found: arrow. Install its package, usually hp-platform-bow. "
         "Only the plugins of HP_LOAD_PLUGINS='arrow' are loaded."
     )
 
 
-@pytest.mark.usefixtures("install")
-def test_a_platform_of_ours_that_is_not_installed():
-    with pytest.raises(PlatformError) as caught:
-        get_platform("torch")
-    assert str(caught.value) == "platform 'torch' is not installed; found: none. Install hp-platform-torch."
-
-
 def test_a_misspelt_platform_is_told_the_nearest_name(install, monkeypatch):
     install_platform(install, "arrow")
-    with pytest.raises(PlatformError) as caught:
-        get_platform("trch")
-    assert str(caught.value) == "there is no platform 'trch'; found: arrow. Did you mean 'torch'?"
     monkeypatch.setenv("HP_PLATFORM", "arow")
     with pytest.raises(PlatformError) as caught:
         get_platform()
-    assert str(caught.value) == "HP_PLATFORM: there is no platform 'arow'; found: arrow. Did you mean 'arrow'?"
+    assert str(caught.value) == "HP_PLATFORM: platform 'arow' is not installed; found: arrow. Did you mean 'arrow'?"
 
 
 def test_a_framework_that_is_too_old(install):

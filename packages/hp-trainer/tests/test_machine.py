@@ -210,7 +210,7 @@ def test_no_platform_is_a_problem(monkeypatch, capsys) -> None:
     for module in (platforms, doctor):
         monkeypatch.setattr(module, "installed_platforms", list)
     assert cli.main(["doctor"]) == 1
-    assert "no platform is installed\n    try: from a clone: pip install" in capsys.readouterr().out
+    assert "no platform is installed\n    try: pip install hp-platform-FRAMEWORK" in capsys.readouterr().out
 
 
 def test_a_framework_that_does_not_import_is_a_problem(monkeypatch, capsys) -> None:

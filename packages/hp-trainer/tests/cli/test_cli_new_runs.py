@@ -295,7 +295,7 @@ def test_no_platform_and_several_platforms_are_told(work: Path, error, monkeypat
     assert error("run.yaml") == (
         "hp-train: run.yaml: 1 problem\n"
         "platform: no platform is installed\n"
-        "    try: from a clone: pip install ./packages/hp-platform-torch (or -mindspore)\n"
+        "    try: pip install hp-platform-FRAMEWORK (from a clone: pip install ./packages/hp-platform-FRAMEWORK)\n"
     )
     assert "optimizer" not in error("run.yaml", "--optimizer.name=adamw"), "no platform has registered any"
     assert "no platform is installed" in error("layouts", "run.yaml")

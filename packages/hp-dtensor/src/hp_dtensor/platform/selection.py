@@ -12,8 +12,6 @@ from hp_dtensor.exceptions import PlatformError, PluginError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.plugins import call_each, origin_of, plugin_manager
 
-OUR_PLATFORMS = ("mindspore", "torch")
-
 
 def get_platform(name: str | Platform | None = None) -> Platform:
     """Return the platform called `name`, or `name` itself if it is a platform.
@@ -101,14 +99,10 @@ def _named(wanted: str, source: str) -> Platform:
         )
     installed = sorted({*available, *errors})
     names = ", ".join(installed) or "none"
-    if wanted in OUR_PLATFORMS:
-        raise PlatformError(
-            f"{source}platform {wanted!r} is not installed; found: {names}. Install hp-platform-{wanted}.{_limit()}"
-        )
-    nearest = difflib.get_close_matches(wanted, [*installed, *OUR_PLATFORMS], n=1)
-    install = f"Install the package of the plugin that provides it.{_limit()}"
+    nearest = difflib.get_close_matches(wanted, installed, n=1)
+    install = f"Install its package, usually hp-platform-{wanted}.{_limit()}"
     hint = f"Did you mean {nearest[0]!r}?" if nearest else install
-    raise PlatformError(f"{source}there is no platform {wanted!r}; found: {names}. {hint}")
+    raise PlatformError(f"{source}platform {wanted!r} is not installed; found: {names}. {hint}")
 
 
 def _limit() -> str:
@@ -125,8 +119,8 @@ def _no_choice(available: dict[str, Platform], errors: dict[str, str]) -> str:
     if errors:
         return f"no installed platform can be used:{broken}"
     return (
-        "no platform is installed; install hp-platform-torch or hp-platform-mindspore (pip install; from a clone: "
-        f"pip install ./packages/hp-platform-torch).{_limit()}"
+        "no platform is installed; install the package of your framework, usually hp-platform-FRAMEWORK (pip install; "
+        f"from a clone: pip install ./packages/hp-platform-FRAMEWORK).{_limit()}"
     )
 
 

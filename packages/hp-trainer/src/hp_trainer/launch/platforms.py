@@ -111,7 +111,7 @@ def compile_backends(name: str) -> tuple[str, ...] | None:
 
 def no_platform() -> Problem | None:
     """Return the problem that no platform is installed; None: there is at least one."""
-    hint = "from a clone: pip install ./packages/hp-platform-torch (or -mindspore)"
+    hint = "pip install hp-platform-FRAMEWORK (from a clone: pip install ./packages/hp-platform-FRAMEWORK)"
     return None if installed_platforms() else Problem(path="platform", what="no platform is installed", hint=hint)
 
 
