@@ -244,6 +244,44 @@ def test_one_name_of_a_tied_parameter_is_enough_and_non_strict_loading_reports(h
     run_ranks(rank, 3, hp_platform)
 
 
+class Twice(nn.Module):
+    """A norm of its own, and one that is registered under two names, with two buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.first = nn.RMSNorm(3), nn.RMSNorm(3)
+        self.second = self.first
+        for name, persistent in (("seen", True), ("table", False)):
+            zeros = self.platform.from_numpy(numpy.zeros(3, numpy.float32))
+            self.first.register_buffer(name, zeros, persistent=persistent)
+
+    def forward(self, x):
+        return self.second(self.first(self.own(x)))
+
+
+def test_a_shared_module_has_its_buffers_under_all_names(hp_platform):
+    platform = hp_platform
+    hooked = []
+
+    def rank():
+        with nn.building(platform):
+            plain, model = Twice(), Twice()
+        model.first._load_state_dict_pre_hooks[1] = lambda state_dict, prefix, *rest: hooked.append(prefix)
+        fully_shard(model, init_device_mesh(platform.device_types[0], (2,), platform=platform))
+        full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        names = ["first.seen", "first.weight", "own.weight", "second.seen", "second.weight"]
+        assert sorted(full) == sorted(model.state_dict()) == sorted(plain.state_dict()) == names
+        new = {name: numpy.full(3, 1 + int(name != "own.weight"), numpy.float32) for name in names}
+        assert model.load_state_dict({name: platform.from_numpy(value) for name, value in new.items()}) == ([], [])
+        _check_loaded(platform, model, new)
+        # One of the names is enough.
+        del new["first.seen"], new["second.weight"]
+        assert model.load_state_dict({name: platform.from_numpy(value) for name, value in new.items()}) == ([], [])
+
+    run_ranks(rank, 2, platform)
+    assert sorted(hooked) == ["first."] * 4 + ["second."] * 4
+
+
 def test_every_problem_is_reported_on_every_rank_and_nothing_is_changed(hp_platform):
     def rank():
         me = current_world(hp_platform).rank

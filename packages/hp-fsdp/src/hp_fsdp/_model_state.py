@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,22 +63,26 @@ def named_parameters(platform: Platform, module: Module) -> dict[str, Tensor]:
         return dict(platform.named_parameters(module, remove_duplicate=False))
 
 
-def persistent_buffers(platform: Platform, module: Module) -> dict[str, Tensor]:
+NamedModules = Sequence[tuple[str, Module]]
+"""The modules of a model under all of their names: `ParameterStorage.named_modules`."""
+
+
+def persistent_buffers(platform: Platform, modules: NamedModules) -> dict[str, Tensor]:
     """Return the buffers that belong into a state dict."""
-    # PyTorch and MindSpore mark the others by the same attribute.
-    excluded = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, each in platform.named_modules(module)
-        for name in getattr(each, "_non_persistent_buffers_set", ())
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in modules
+        for name, buffer in platform.named_buffers(module)
+        # PyTorch and MindSpore mark the others by the same attribute.
+        if "." not in name and name not in getattr(module, "_non_persistent_buffers_set", ())
     }
-    return {name: buffer for name, buffer in platform.named_buffers(module) if name not in excluded}
 
 
-def extra_states(platform: Platform, module: Module) -> dict[str, Module]:
+def extra_states(platform: Platform, modules: NamedModules) -> dict[str, Module]:
     """Return the modules that override `get_extra_state`, by the key of that state."""
     return {
         f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE: each
-        for prefix, each in platform.named_modules(module)
+        for prefix, each in modules
         if getattr(type(each), "get_extra_state", None) is not getattr(platform.Module, "get_extra_state", None)
     }
 
@@ -220,7 +224,7 @@ def regather(groups: Collection[ParameterGroup]) -> None:
 
 
 def run_load_pre_hooks(
-    platform: Platform, model: Module, state_dict: Mapping[str, Any], strict: bool, problems: Problems
+    modules: NamedModules, state_dict: Mapping[str, Any], strict: bool, problems: Problems
 ) -> dict[str, Any]:
     """Run the modules' `register_load_state_dict_pre_hook` functions on a copy of `state_dict`, and return the copy.
 
@@ -230,24 +234,24 @@ def run_load_pre_hooks(
     changed: Any = OrderedDict(state_dict)
     metadata = getattr(state_dict, "_metadata", None) or {}
     found = problems.missing, problems.unexpected, problems.others
-    for name, module in platform.named_modules(model):
+    for name, module in modules:
         for hook in list(getattr(module, "_load_state_dict_pre_hooks", {}).values()):
             prefix = f"{name}." if name else ""
             hook(changed, prefix, metadata.get(name, {}), strict, *found)
     return dict(changed)
 
 
-def has_load_post_hooks(platform: Platform, model: Module) -> bool:
+def has_load_post_hooks(modules: NamedModules) -> bool:
     """Return True if a module has a hook that `run_load_post_hooks` calls."""
-    return any(getattr(module, "_load_state_dict_post_hooks", {}) for _, module in platform.named_modules(model))
+    return any(getattr(module, "_load_state_dict_post_hooks", {}) for _, module in modules)
 
 
-def run_load_post_hooks(platform: Platform, model: Module, keys: Any) -> None:
+def run_load_post_hooks(modules: NamedModules, keys: Any) -> None:
     """Call the modules' `register_load_state_dict_post_hook` functions with the missing and unexpected keys.
 
     Hooks of inner modules run first. They may remove keys.
     """
-    for _, module in reversed(list(platform.named_modules(model))):
+    for _, module in reversed(modules):
         for hook in list(getattr(module, "_load_state_dict_post_hooks", {}).values()):
             hook(module, keys)
 

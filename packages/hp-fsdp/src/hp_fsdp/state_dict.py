@@ -93,7 +93,7 @@ StateDict = dict[str, Any]
 
 
 def get_model_state_dict(model: Module, *, options: StateDictOptions | None = None) -> StateDict:
-    """Return parameters, persistent buffers and extra states by name, tied parameters under all their names.
+    """Return parameters, persistent buffers and extra states by name, shared ones under all their names.
 
     With `full_state_dict` it communicates, and every rank of the model must call it.
 
@@ -113,12 +113,13 @@ def get_model_state_dict(model: Module, *, options: StateDictOptions | None = No
     found: dict[str, Tensor] = _state.named_parameters(platform, model)
     if options.ignore_frozen_params:
         found = {name: each for name, each in found.items() if platform.requires_grad(each)}
-    found |= _state.persistent_buffers(platform, model)
+    modules = list(storage.named_modules(model))
+    found |= _state.persistent_buffers(platform, modules)
     collected = _Collector(storage, options, _state.ranks_of(platform, found.values())).collect(found)
     if not collected and found:
         # This rank returns nothing of what is gathered, so it returns no extra states either.
         return collected
-    return collected | {key: each.get_extra_state() for key, each in _state.extra_states(platform, model).items()}
+    return collected | {key: each.get_extra_state() for key, each in _state.extra_states(platform, modules).items()}
 
 
 def set_model_state_dict(
@@ -149,18 +150,19 @@ def set_model_state_dict(
         ([], [])
     """
     options = options or DEFAULT
-    platform = platform_of_model(model)
+    storage = get_storage(platform_of_model(model))
+    platform = storage.platform
     check_state(platform, model)
     groups = groups_below(platform, model)
     if any(group.summon_depth for group in groups):
         raise FSDPStateError("set_model_state_dict inside summon_full_params, whose end would overwrite loaded values")
-    parameters = _state.named_parameters(platform, model)
-    targets = parameters | _state.persistent_buffers(platform, model)
-    extra = _state.extra_states(platform, model)
+    parameters, modules = _state.named_parameters(platform, model), list(storage.named_modules(model))
+    targets = parameters | _state.persistent_buffers(platform, modules)
+    extra = _state.extra_states(platform, modules)
     ranks = _state.ranks_of(platform, targets.values())
     values, problems = dict(model_state_dict), _state.Problems(others=_state.custom_loading_problems(platform, model))
     if not options.broadcast_from_rank0 or ranks.rank == 0:
-        values = _state.run_load_pre_hooks(platform, model, model_state_dict, options.strict, problems)
+        values = _state.run_load_pre_hooks(modules, model_state_dict, options.strict, problems)
     if options.broadcast_from_rank0:
         values = _broadcast(platform, ranks, values, targets)
     # After the pre-hooks, which may rename or add keys.
@@ -169,7 +171,7 @@ def set_model_state_dict(
         missing = [name for name in missing if name not in parameters or platform.requires_grad(parameters[name])]
     problems.missing += missing + [key for key in extra if key not in values]
     problems.unexpected += [key for key in values if key not in targets and key not in extra]
-    settled_by_hooks = _state.has_load_post_hooks(platform, model)
+    settled_by_hooks = _state.has_load_post_hooks(modules)
     strict = options.strict and not settled_by_hooks
     # The check raises on all ranks before anything is written.
     for name in _check(platform, "load_state_dict", ranks, targets, values, problems, strict):
@@ -180,7 +182,7 @@ def set_model_state_dict(
     # Unsharded groups hold the old values.
     _state.regather(groups)
     if settled_by_hooks:
-        _state.run_load_post_hooks(platform, model, IncompatibleKeys(problems.missing, problems.unexpected))
+        _state.run_load_post_hooks(modules, IncompatibleKeys(problems.missing, problems.unexpected))
         left = _state.Problems(problems.missing, problems.unexpected)
         _state.agree(
             ranks, "load_state_dict, after its hooks; the rest has been loaded", left.sentences(options.strict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -257,6 +257,13 @@ class ParameterStorage(ABC):
         parameter._deferred_gradient = None
 
     # Parameters ------------------------------------------------------------------------------------------
+
+    def named_modules(self, module: Any) -> Iterable[tuple[str, Any]]:
+        """Yield a module and its sub-modules under all of their names, as state dicts of the framework have them.
+
+        By default a module that is registered twice has one name.
+        """
+        return self.platform.named_modules(module)
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
         """Make a DTensor parameter over the memory of `local`, a result of `part` that is used for nothing else."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, mint
+from mindspore import Tensor, mint, nn
 from mindspore.common._grad_function import _Function
 from mindspore.graph.api import _pynative_executor as executor
 
@@ -16,6 +16,7 @@ from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
+from hp_platform_mindspore.tensor import modules
 from hp_platform_mindspore.tensor.autograd import GradMode, turn_grad_flag_on
 from hp_platform_mindspore.tensor.dtensor import MindSporeDTensor, unwrap, wrap
 from hp_platform_mindspore.tensor.memory import HOST_DTYPES, host_view, may_leave_device, share, stay_on_device
@@ -113,6 +114,9 @@ class MindSporeParameterStorage(ParameterStorage):
         return
 
     # Parameters ------------------------------------------------------------------------------------------
+
+    def named_modules(self, module: nn.Cell) -> Iterable[tuple[str, nn.Cell]]:
+        return modules.named_modules(module, remove_duplicate=False)
 
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
         # By the framework's descriptor, because DTensors override `data` without a setter.

@@ -18,11 +18,12 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 
@@ -190,6 +191,9 @@ class TorchParameterStorage(ParameterStorage):
         return
 
     # Parameters ------------------------------------------------------------------------------------------
+
+    def named_modules(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        return module.named_modules(remove_duplicate=False)
 
     def parameter(self, local: Tensor, spec: TensorSpec, requires_grad: bool) -> Tensor:
         # The same as nn.Parameter of a subclass, without an operation that would be dispatched to a sharding rule.

@@ -9,6 +9,7 @@ import pytest
 
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.comm.world import SilentWorld, current_world
+from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
@@ -152,6 +153,17 @@ def sharded_parameter(storage: ParameterStorage, buffer: Tensor) -> tuple[Tensor
     mesh = DeviceMesh(platform.device_types[0], (1,), world=SilentWorld(0, 1, platform))
     spec = TensorSpec(mesh, (Shard(0),), (2, 3), platform.dtype("float32"))
     return storage.parameter(storage.part(buffer, 3, (2, 3)), spec, True), spec
+
+
+def test_modules_have_the_names_of_state_dicts(storage: ParameterStorage) -> None:
+    with nn.building(storage.platform):
+        inner, outer = nn.RMSNorm(2), nn.ModuleList()
+    for _ in range(2):
+        outer.append(inner)
+    found = list(storage.named_modules(outer))
+    # The default has one of the two.
+    assert [name for name, _ in found] in (["", "0"], ["", "0", "1"])
+    assert [module for _, module in found] == [outer, *[inner] * (len(found) - 1)]
 
 
 def test_parameters_share_the_memory_of_the_shard(storage: ParameterStorage) -> None:
