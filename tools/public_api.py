@@ -13,7 +13,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-import tempfile
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -169,8 +168,8 @@ def changes_since(package: workspace.Package, tag: str | None) -> list[str]:
     """
     if tag is None:
         return []
-    with tempfile.TemporaryDirectory(prefix="hp-api-") as scratch:
-        released = workspace.unpack_release(package.name, tag, Path(scratch))
+    with workspace.scratch_folder("hp-api-") as scratch:
+        released = workspace.unpack_release(package.name, tag, scratch)
         before, now = listed_names(released), listed_names(package.folder)
         changes = breaking_changes(package.module, released / "src", package.folder / "src")
     less_stable = (now.experimental & before.since.keys()) - before.experimental

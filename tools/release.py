@@ -18,7 +18,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,14 +300,14 @@ def main(arguments: list[str]) -> int:
     requested = sum((bool(chosen.package), chosen.all, chosen.tags))
     if requested > 1 or (chosen.write and not requested):
         parser.error("expected a package, or --all or --tags without one")
-    with tempfile.TemporaryDirectory(prefix="hp-release-") as scratch:
+    with workspace.scratch_folder("hp-release-") as scratch:
         try:
             if chosen.tags:
                 print("\n".join(restore_tags(chosen.write)))
                 return 0
             names = [package.name for package in changed_packages()] if chosen.all else [chosen.package]
             for name in names:
-                for line in plan() if name is None else prepare(name, chosen.step, chosen.write, Path(scratch)):
+                for line in plan() if name is None else prepare(name, chosen.step, chosen.write, scratch):
                     print(line, flush=True)
         except SetupError as error:
             print(f"release: {error}", file=sys.stderr)

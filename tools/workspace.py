@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import tomllib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +141,17 @@ def wheels(kind: str) -> dict[str, Path]:
         shutil.rmtree(folder, ignore_errors=True)
         built[package.name] = _build(package.folder, kind, folder)
     return built
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Yield a temporary folder, which is deleted at the end, also where SIGTERM ends the process."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield Path(folder)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def has_wheels(framework: str | None) -> bool:

@@ -1,7 +1,9 @@
 """The nox sessions: all explained, all run by default but those that train or measure."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -179,3 +181,20 @@ def test_a_package_names_the_pythons_that_continuous_integration_tests(name):
     first = workspace._FIRST_WITHOUT_WHEELS.get(package.framework, (4,))
     named = re.findall(r"Programming Language :: Python :: (3\.\d+)", package.text)
     assert named == [each for each in tested if tuple(map(int, each.split("."))) < first]
+
+
+def test_a_scratch_folder_is_deleted_when_the_process_is_terminated(root, tmp_path):
+    program = (
+        "import time, workspace\n"
+        "with workspace.scratch_folder('hp-test-') as folder:\n"
+        "    (folder / 'file').write_text('')\n"
+        "    print('made', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    variables = {**os.environ, "PYTHONPATH": str(root / "tools"), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", program], env=variables, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"made\n"
+        assert len(list(tmp_path.glob("hp-test-*/file"))) == 1
+        process.terminate()
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
