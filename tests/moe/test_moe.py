@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import numpy
@@ -247,3 +249,29 @@ def test_what_experts_save_beside_their_input_is_offloaded(platform):
     input_bytes = 12 * DIM * 4
     for gathered, shard in zip(*(run_ranks(rank, 2, platform, each) for each in (False, True)), strict=True):
         assert gathered - shard == input_bytes / 2
+
+
+_COMPILED = """
+from torch import compile
+import torch
+from hp_dtensor import get_platform, nn
+from hp_moe import MoE
+
+with nn.building(get_platform("torch")):
+    layer = MoE(4, 6, num_experts=4, top_k=2, num_shared_experts=1)
+for index, parameter in enumerate(layer.parameters()):
+    parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape).sin() + index / 10)
+rows, found = torch.linspace(-2, 2, 20).reshape(5, 4), []
+for module in (compile(layer, backend="eager"), layer):
+    x = rows.clone().requires_grad_()
+    y = module(x)
+    found.append([y.detach(), *torch.autograd.grad((y * rows).sum(), [x, *layer.parameters()])])
+torch.testing.assert_close(*found)
+"""
+
+
+def test_a_compiled_layer_equals_the_layer(hp_platform):
+    """By a `torch.compile` that was imported before the platform. `training.compile` uses another one."""
+    if hp_platform.name != "torch":
+        pytest.skip("torch compiles modules")
+    subprocess.run([sys.executable, "-c", _COMPILED], check=True)

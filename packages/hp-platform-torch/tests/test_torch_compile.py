@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -68,6 +70,30 @@ def test_every_thread_leaves_dtensors_out(where: str) -> None:
     for _ in range(2):
         compiled = torch.compile(_rows, backend="eager") if where == "here" else None
         assert run_ranks(_compiled_on_the_first_rank, 2, "torch", compiled) == [[5, 4], None]
+
+
+_IMPORTED_BEFORE = """
+from torch import compile
+import sys, torch
+from hp_dtensor import DeviceMesh, Shard, distribute_tensor, get_platform
+from hp_dtensor.testing import run_ranks
+
+platform = get_platform("torch")
+assert "torch._dynamo" not in sys.modules
+rows = torch.linspace(-2, 2, 20).reshape(5, 4)
+compiled = compile(lambda x: x.softmax(-1) * x.shape[0], backend="eager")
+
+
+def on_ranks():
+    return compiled(distribute_tensor(rows, DeviceMesh("cpu", (2,)), [Shard(0)])).full_tensor()
+
+
+torch.testing.assert_close(run_ranks(on_ranks, 2, platform), [rows.softmax(-1) * 5] * 2)
+"""
+
+
+def test_compile_may_be_imported_before_the_platform() -> None:
+    subprocess.run([sys.executable, "-c", _IMPORTED_BEFORE], check=True)
 
 
 def _module() -> torch.nn.Module:

@@ -19,7 +19,9 @@ import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CodeType, MappingProxyType
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import CodeType, MappingProxyType, ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -45,10 +47,29 @@ _LOOKED_INTO = (
 )
 
 
-def prepare_if_loaded() -> None:
-    """Prepare dynamo if the program has loaded it. Otherwise `torch.compile` does, since loading takes a second."""
+def prepare_when_loaded() -> None:
+    """Prepare dynamo if the program has loaded it, else when it does: loading takes a second."""
     if "torch._dynamo" in sys.modules:
         _leave_dtensors_out()
+    else:
+        sys.meta_path.insert(0, _DynamoFinder())
+
+
+class _DynamoFinder(MetaPathFinder):
+    """Prepares dynamo once it is loaded.
+
+    A program may call the `torch.compile` that it imported before the platform was created.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != "torch._dynamo":
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            load = loader.exec_module
+            loader.exec_module = lambda module: (load(module), _leave_dtensors_out())
+        return spec
 
 
 def preparing(compile_: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,10 +82,13 @@ def preparing(compile_: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_dtensors_out() -> None:
-    from torch._dynamo import config
+    from torch._dynamo import config, trace_rules
 
     _leave_them_out_in_every_thread()
     config.nontraceable_tensor_subclasses.add(TorchDTensor)  # this thread may have settings of its own
+    # Files whose functions dynamo inlines, although it skips their package. Some may have been loaded since.
+    files = [sys.modules[name].__file__ for name in _LOOKED_INTO if name in sys.modules]
+    trace_rules.get_mod_inlinelist().update(str(file) for file in files)
 
 
 @functools.cache
@@ -77,9 +101,6 @@ def _leave_them_out_in_every_thread() -> None:
     config._config["nontraceable_tensor_subclasses"].default.add(TorchDTensor)
     for package in _LEFT_ALONE:
         trace_rules.add(package)
-    # Files whose functions dynamo inlines, although it skips their package.
-    files = [sys.modules[name].__file__ for name in _LOOKED_INTO if name in sys.modules]
-    trace_rules.get_mod_inlinelist().update(str(file) for file in files)
     skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)  # with all that they call
     # Dynamo would trace the methods of the class when a compiled function calls them on a DTensor.
     # Only its own members; those of `torch.Tensor` stay traceable for plain tensors. A compiled optimizer step takes
@@ -461,9 +482,9 @@ REGISTRATIONS = (
     ),
     Registration(
         "torch._dynamo.config.nontraceable_tensor_subclasses",
-        "see `torch.compile`, where the program has loaded dynamo before",
+        "see `torch.compile`, where the program has imported that before",
         "operations on them are left out of the graphs",
-        prepare_if_loaded,
+        prepare_when_loaded,
     ),
     Registration(
         "torch.distributed.fsdp",
