@@ -28,10 +28,12 @@ from hp_dtensor.comm.world import World
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.launch.environment import from_environment, is_launched
+from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.platform.interface import DeviceFacts, Removable
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.gradients import check_autograd_reaches, plain_backward_arguments
 from hp_dtensor.tensor.redistribution import shortcut_views, with_shortcuts
+from hp_platform_mindspore.ops.cpu_kernels import attention
 from hp_platform_mindspore.ops.namespace import FOUND, Operations, build_functions, build_ops, fits_flash_attention
 from hp_platform_mindspore.ops.primitive_names import names_of, primitives_of
 from hp_platform_mindspore.ops.primitives import call_primitive
@@ -401,6 +403,25 @@ class MindSporePlatform(MindSporeBase):
 
     def has_fused_attention(self, query: Tensor, value: Tensor) -> bool:
         return self.capabilities.native_operations and fits_flash_attention(query, value, value)
+
+    def attention_block(self, query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
+        if self.capabilities.host_memory:
+            return attention.block(query, key, value, scores)
+        return super().attention_block(query, key, value, scores)
+
+    def attention_block_grad(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scores: BlockScores,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.capabilities.host_memory:
+            return attention.block_grad(grad, query, key, value, out, lse, scores)
+        return super().attention_block_grad(grad, query, key, value, out, lse, scores)
 
     # Processes -------------------------------------------------------------------------------------------
 
