@@ -146,7 +146,8 @@ def wheels(kind: str) -> dict[str, Path]:
 @contextlib.contextmanager
 def scratch_folder(prefix: str) -> Iterator[Path]:
     """Yield a temporary folder, which is deleted at the end, also where SIGTERM ends the process."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    # As Ctrl-C: pytest would take SystemExit for the failure of one test, and go on.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with tempfile.TemporaryDirectory(prefix=prefix) as folder:
             yield Path(folder)
