@@ -127,7 +127,7 @@ def find_pipeline_problems(
     The schedule is built and simulated, so that one that would deadlock is rejected before a rank starts.
 
     Args:
-        is_shortened: simulate only as many micro-batches as decide whether the schedule works.
+        is_shortened: as in `make_schedule`.
     """
     name = config.pipeline.schedule
     if name not in schedule_names():

@@ -111,8 +111,7 @@ def _malformed(dims: Any) -> Iterator[Problem]:
 
 def _dispatcher_problems(dims: Any) -> Iterator[Problem]:
     name, chunks, node = (getattr(dims, field, None) for field in ("ep_dispatcher", "ep_chunks", "ep_node_size"))
-    known = [*dispatchers().names(), "two_level"]
-    if name is not None and name not in known:
+    if name is not None and name not in (known := [*dispatchers().names(), "two_level"]):
         yield Problem(path="ep_dispatcher", what="unknown dispatcher", expected=join_choices(known), got=repr(name))
     if chunks is not None and name not in (None, *CHUNKED):
         what = f"{name} does not send tokens in chunks"

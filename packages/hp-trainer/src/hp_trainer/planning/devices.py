@@ -48,6 +48,8 @@ _Measured = Annotated[float, BeforeValidator(_number), Field(ge=1e-9, allow_inf_
 _Count = Annotated[int, BeforeValidator(_number), Field(ge=1, lt=2**31)]
 _Dtype = Literal["float32", "bfloat16", "float16", "float8"]
 _Hidden = Literal["weights", "tp", "cp", "ep"]
+# Validators are built on first use: most commands import this module for none of them.
+_FIELDS = ConfigDict(extra="forbid", defer_build=True)
 # Computation hides gathers of weights and reductions of gradients, hops of a ring, and chunks of tokens for experts.
 _HIDDEN_BY: dict[str, _Hidden] = {
     "all_gather": "weights",
@@ -58,7 +60,7 @@ _HIDDEN_BY: dict[str, _Hidden] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=_FIELDS)
 class Device:
     """Rates of one device and of its links. `devices.yaml` has those of known ones, with their sources.
 
@@ -166,7 +168,7 @@ def find_device(name: str) -> Device:
 # Device files --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=_FIELDS)
 class MeasuredProduct:
     """The time of one product of a (rows, inputs) by an (inputs, outputs) matrix, in a device file."""
 
@@ -188,7 +190,7 @@ class MeasuredProduct:
         return elements * (4 if self.dtype == "float32" else 1 if self.dtype == "float8" else 2)
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=_FIELDS)
 class MeasuredBlock:
     """The time of forward and backward of a decoder of `block_options`, in a device file."""
 
@@ -208,7 +210,7 @@ class MeasuredBlock:
         return Work.of(model.flops(sizes, range(model.num_layers), head=True), cost, activations.head)
 
 
-@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, kw_only=True, config=_FIELDS)
 class MeasuredCollective:
     """The time of one collective, in a device file.
 

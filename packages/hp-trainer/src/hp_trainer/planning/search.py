@@ -140,30 +140,32 @@ class _Planner:
         self._on_one_rank = self._resident(stage.total) - experts, experts
         self.num_over_budget = 0
         self.num_too_large = 0
-        # Lower bounds of the memory of layouts that do not fit, with the settings that were tried.
-        self.too_large: list[tuple[float, TrainerConfig, ParallelDims]] = []
+        # Lower bounds of the memory of layouts that do not fit, with the configuration that was tried; None: none was.
+        self.too_large: list[tuple[float, TrainerConfig | None, ParallelDims]] = []
 
     def fitting(self, dims: ParallelDims) -> tuple[StepPlan, ...]:
         """Return the plans with which a layout fits: as configured, or else with memory-saving settings."""
-        least, plans = self._least(dims), list[StepPlan]()
-        tried: list[tuple[float, TrainerConfig, ParallelDims]] = []
+        if (least := self._least(dims)) > self._memory:
+            self.num_too_large += 1
+            self.too_large.append((least, None, dims))
+            return ()
+        tried: list[StepPlan] = []
+        plans: list[StepPlan] = []
         for config in self._settings(dims):
             # Settings only if the layout does not fit as configured, and both together only if neither is enough
             # alone: each of them costs time.
             if plans and (config is self._both or plans[0].shape.config is self._given):
                 break
-            plan = None if least > self._memory else self._plan(config, dims, self._memory)
-            if plan is not None and budget_error(plan.shape) is not None:
-                # A budget already recomputes everything that it must, so no other setting can satisfy it.
+            plan = self._plan(config, dims, self._memory)
+            # A budget already recomputes everything that it must, so no other setting can satisfy it.
+            if budget_error(plan.shape) is not None:
                 self.num_over_budget += 1
                 return ()
-            # Each is planned up to the first moment that needs too much.
-            tried.append((least if plan is None else plan.peak, config, dims))
-            if plan is not None and plan.peak <= self._memory:
-                plans.append(plan)
+            (plans if plan.peak <= self._memory else tried).append(plan)
         if not plans:
             self.num_too_large += 1
-            self.too_large += tried
+            # Each was planned up to the first moment that needs too much.
+            self.too_large += [(each.peak, each.shape.config, dims) for each in tried]
         return tuple(plans)
 
     def _settings(self, dims: ParallelDims) -> Iterator[TrainerConfig]:
@@ -181,13 +183,14 @@ class _Planner:
     def smallest(self) -> StepPlan | None:
         """Return the plan of the layout that needs least memory among those that do not fit."""
         found: StepPlan | None = None
-        for least, config, dims in sorted(self.too_large, key=lambda each: each[0]):
-            # Bounds increase, so no later layout can need less than the one found.
-            if found is not None and least >= found.peak:
-                break
-            complete = self._plan(config, dims, math.inf)
-            if found is None or complete.peak < found.peak:
-                found = complete
+        for least, tried, dims in sorted(self.too_large, key=lambda each: each[0]):
+            for config in self._settings(dims) if tried is None else (tried,):
+                # Bounds increase, so no later layout can need less than the one found.
+                if found is not None and least >= found.peak:
+                    return found
+                complete = self._plan(config, dims, math.inf)
+                if found is None or complete.peak < found.peak:
+                    found = complete
         return found
 
     def _least(self, dims: ParallelDims) -> float:

@@ -109,7 +109,8 @@ def make_schedule(config: TrainerConfig, dims: ParallelDims, *, is_shortened: bo
     """Build and validate the schedule of a step.
 
     Args:
-        is_shortened: build only as many micro-batches as `checked_microbatches` returns.
+        is_shortened: build only as many micro-batches as `checked_microbatches` returns, and validate only schedules
+            that are not built in.
 
     Raises:
         ScheduleError: the schedule does not exist for these numbers, or would deadlock.
@@ -121,8 +122,10 @@ def make_schedule(config: TrainerConfig, dims: ParallelDims, *, is_shortened: bo
         num_microbatches=(checked_microbatches if is_shortened else num_microbatches)(config, dims),
         stages_per_rank=settings.stages_per_rank,
     )
-    # Simulated on the host: a schedule that deadlocks would otherwise hang all ranks until the timeout.
-    validate(schedule)
+    # On the host: a schedule that deadlocks would otherwise hang all ranks until the timeout. A plan starts no rank,
+    # and would spend most of its time on built-in schedules, of which tests show that they end.
+    if not (is_shortened and repeats_itself(settings.schedule)):
+        validate(schedule)
     return schedule
 
 
