@@ -428,8 +428,10 @@ class Job:
         self._num_posted: dict[tuple[tuple[int, ...], int], int] = defaultdict(int)
         self._mail: dict[Message, Call] = {}
         self._num_messages: dict[tuple[str, tuple[int, ...], int, int], int] = defaultdict(int)
-        # Semaphores and not locks: the thread that passes the turn on is not the one that waits for it.
-        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        # Plain locks, which another thread may release: a semaphore takes twice the time for each of many turns.
+        self._turns = [threading.Lock() for _ in range(size)]
+        for turn in self._turns:
+            turn.acquire()
         self._states = [platform.rank_state()] * size
         self._running: tuple[int, int] | None = None  # (rank, thread)
         self._finished = threading.Event()
