@@ -3,8 +3,9 @@
 A new interpreter takes two to four seconds of a core to import a framework, a fork some milliseconds. The local ranks
 of `hp-train`, and the ranks and commands of tests, are therefore forked. A forked process has its own environment,
 arguments, folder, files, session and random numbers, and is a child of the process that requested it. It differs from
-a new one in three things: its modules were imported before it had an environment (`RANK`), all processes of a server
-have one seed of hashes, and `/proc/PID/environ` shows the server's environment (`environment_of` returns its own).
+a new one in four things: its modules were imported before it had an environment (`RANK`), all processes of a server
+have one seed of hashes, `/proc/PID/environ` shows the server's environment (`environment_of` returns its own), and its
+modules are not torn down when it ends.
 
 Nothing is forked on an accelerator, whose driver does not survive a fork, if the imports have started threads, which a
 fork does not have, or if variables that the imports read, such as OMP_NUM_THREADS, differ from the server's.
@@ -12,7 +13,6 @@ fork does not have, or if variables that the imports read, such as OMP_NUM_THREA
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -39,7 +39,7 @@ from typing import Any, NoReturn, TextIO
 from hp_dtensor.launch import local_ranks
 from hp_dtensor.launch.environment import threads_of_rank
 from hp_dtensor.launch.local_launch import RankPool
-from hp_dtensor.launch.rank_process import die_with
+from hp_dtensor.launch.rank_process import die_with, exit_process
 from hp_dtensor.platform import plugins, selection
 from hp_dtensor.platform.interface import Platform
 
@@ -428,8 +428,6 @@ def _become(request: _Request, files: Sequence[int], imported: _Imported) -> Non
     sys.argv[:] = [request.option or request.program, *request.arguments]
     if request.unbuffered:
         sys.stdout, sys.stderr = _unbuffered(sys.stdout), _unbuffered(sys.stderr)
-    # An interpreter that ends without having collected the imported modules would report them as leaked (nanobind).
-    atexit.register(gc.unfreeze)
 
 
 def _unbuffered(stream: TextIO) -> TextIO:
@@ -447,14 +445,24 @@ def _seed(platform: Platform) -> None:
 
 
 def _run(request: _Request) -> NoReturn:
-    if request.option == "-m":
-        runpy.run_module(request.program, run_name="__main__", alter_sys=True)
-    elif request.option == "":
-        runpy.run_path(request.program, run_name="__main__")
-    else:
-        exec(compile(request.program, "<string>", "exec"), sys.modules["__main__"].__dict__)
-    # Not back into the server's loop.
-    sys.exit()
+    code: Any = 0
+    try:
+        if request.option == "-m":
+            runpy.run_module(request.program, run_name="__main__", alter_sys=True)
+        elif request.option == "":
+            runpy.run_path(request.program, run_name="__main__")
+        else:
+            exec(compile(request.program, "<string>", "exec"), sys.modules["__main__"].__dict__)
+    except SystemExit as leaving:
+        code = leaving.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    # Tearing modules down would copy the pages of all that are imported: a second of a core.
+    exit_process(code)
 
 
 def _program(args: Sequence[str]) -> tuple[str, str, tuple[str, ...], bool, bool] | None:

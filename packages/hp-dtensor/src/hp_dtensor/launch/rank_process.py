@@ -324,7 +324,7 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
             link.send(None)
     except BaseException as error:
         _report(link, "start", error)
-        _leave(1)
+        exit_process(1)
     succeeded = False
     try:
         succeeded = _serve(link)
@@ -333,7 +333,7 @@ def main(fd: int, parent: int, parent_is_main_thread: bool) -> None:
         _report(link, "run", error)
     finally:
         platform.disconnect()
-        _leave(0 if succeeded else 1)
+        exit_process(0 if succeeded else 1)
 
 
 def _join(link: Link, setup: Setup, platform: Platform) -> None:
@@ -492,7 +492,7 @@ def next_generation(*, hung: bool = False) -> Generation | None:
     return _member.next_generation(hung=hung)
 
 
-def _leave(code: int) -> NoReturn:
+def exit_process(code: int) -> NoReturn:
     """Exit with `os._exit` as multiprocessing does: framework threads may abort a finalizing interpreter."""
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.current_thread():
