@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,23 @@ sys.path[:0] = sorted({str(path.parent) for package in _PACKAGES for path in (TE
 def platform(hp_platform):
     """The platform under test."""
     return hp_platform
+
+
+@pytest.fixture(scope="session")
+def numpy_platform_path(tmp_path_factory):
+    """Entries of `sys.path` with which Python finds the NumPy platform, as if it were installed."""
+    folder = TESTS / "numpy_platform"
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    site = tmp_path_factory.mktemp("site")
+    metadata = site / "hp_platform_numpy-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n")
+    groups = [
+        "\n".join([f"[{group}]", *(f"{name} = {module}" for name, module in points.items())])
+        for group, points in project["entry-points"].items()
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(groups) + "\n")
+    return [str(folder / "src"), str(site)]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,18 +20,9 @@ SUITE = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "hp_dtensor
 
 
 @pytest.fixture
-def environment(tmp_path):
+def environment(numpy_platform_path, tmp_path):
     """Variables with which another Python finds the platform, as if it were installed."""
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
-    folder = tmp_path / "hp_platform_numpy-0.1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n")
-    groups = [
-        "\n".join([f"[{group}]", *(f"{name} = {module}" for name, module in points.items())])
-        for group, points in project["entry-points"].items()
-    ]
-    (folder / "entry_points.txt").write_text("\n".join(groups) + "\n")
-    path = [str(PROJECT / "src"), str(tmp_path), *filter(None, sys.path)]
+    path = [*numpy_platform_path, str(tmp_path), *filter(None, sys.path)]
     # HP_PLATFORM names the platform that these tests themselves run on.
     inherited = {name: text for name, text in os.environ.items() if name != "HP_PLATFORM"}
     return {**inherited, "PYTHONPATH": os.pathsep.join(path), "HP_LOAD_PLUGINS": "numpy", "OMP_NUM_THREADS": "1"}
