@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -22,6 +21,17 @@ for block in blocks():
         GUIDES.setdefault(str(block.page.relative_to(ROOT)), []).append(block)
 # Other pages have files with titles too; a plugin is installed.
 GUIDES = {page: files for page, files in GUIDES.items() if any(each.title == "pyproject.toml" for each in files)}
+
+
+# Runs a guide's program in a forked process. The commands that it starts are forked as well: each new interpreter would
+# import the framework for seconds.
+FORKING = """\
+import runpy, subprocess
+from hp_dtensor.launch import local_ranks
+fork = local_ranks.start_process
+subprocess.Popen = lambda args, **options: fork(args, start_new_session=True, **options)
+runpy.run_path("try_it.py", run_name="__main__")
+"""
 
 
 def install(files: list[Block], site: Path) -> None:
@@ -56,15 +66,10 @@ def test_there_is_a_guide_for_each_kind_of_plugin() -> None:
 
 @pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("page", GUIDES)
-def test_the_steps_of_a_guide_work(page: str, hp_platform, tmp_path) -> None:
+def test_the_steps_of_a_guide_work(page: str, hp_platform, fork_server, tmp_path) -> None:
     install(GUIDES[page], tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "try_it.py")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "HP_PLATFORM": hp_platform.name},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "PYTHONPATH": path, "HP_PLATFORM": hp_platform.name}
+    (tmp_path / "forking.py").write_text(FORKING)
+    done = fork_server.run([sys.executable, str(tmp_path / "forking.py")], 300, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

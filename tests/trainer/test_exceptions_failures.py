@@ -25,24 +25,33 @@ def shell(folder, platform, script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_file_size_limit_is_told_with_the_path_and_what_is_safe(folder, hp_platform):
+# `ulimit -f 8` and hp-train, as a script, since no shell can be forked from a process that has imported the framework.
+LIMITED = """\
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (8 * 1024, 8 * 1024))
+runpy.run_module("hp_trainer", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_file_size_limit_is_told_with_the_path_and_what_is_safe(folder, hp_platform, hp_train):
     skip_unless_torch_or(hp_platform, False)
-    done = shell(folder, hp_platform, "ulimit -f 8; $HP run.yaml --run.folder=out")
-    assert done.returncode == 1
-    *_, message, left = done.stderr.splitlines()
+    (folder / "limited.py").write_text(LIMITED)
+    code, _, err = hp_train("run.yaml", "--run.folder=out", launcher=("limited.py",)).finish()
+    assert code == 1
+    *_, message, left = err.splitlines()
     assert message.startswith(
         "hp-train: writing a checkpoint failed; rank 0: out/checkpoints/step-00000003.incomplete-"
     )
     assert "/shard-00000.safetensors: the file would be larger than this process may write" in message
     assert message.endswith("raise the limit (ulimit -f)")
     assert left == "There is no checkpoint yet; start again with `hp-train run out/config.yaml --run.folder=out`"
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in err
     assert list((folder / "out" / "checkpoints").iterdir()) == []
     # What it says is so.
-    assert shell(folder, hp_platform, "$HP run out/config.yaml --run.folder=out").returncode == 0
+    assert hp_train("run", "out/config.yaml", "--run.folder=out").finish()[0] == 0
 
 
-def test_the_same_limit_in_one_of_several_ranks(folder, hp_platform, hp_train):
+def test_the_same_limit_in_one_of_several_ranks(folder, hp_platform):
     skip_unless_torch_or(hp_platform, False)
     done = shell(folder, hp_platform, f"ulimit -f 8; $HP run.yaml --run.folder=out {shlex.join(TWO_RANKS)}")
     assert done.returncode == 1
@@ -68,15 +77,16 @@ def test_a_signal_to_a_rank_in_its_first_moment_stops_the_run(folder, hp_train):
 
 
 @pytest.mark.usefixtures("torch_suffices")
-def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, hp_platform):
-    progress = "--metrics.trackers='[jsonl, {name: progress, interval_seconds: 0}]'"
-    # The first line is of standard error, and all others are lost.
-    script = (
-        f"$HP run.yaml --run.folder=out --generate.prompts='[ab]' {progress} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}"
-    )
-    done = shell(folder, hp_platform, script)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hp-train: reading run.yaml\n", "")
+def test_a_run_goes_on_when_nobody_reads_what_it_says(folder, hp_platform, hp_train):
+    progress = "--metrics.trackers=[jsonl, {name: progress, interval_seconds: 0}]"
+    process = hp_train("run.yaml", "--run.folder=out", "--generate.prompts=[ab]", progress).process
+    # All other lines are lost.
+    assert process.stderr.readline() == "hp-train: reading run.yaml\n"
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait(END_SECONDS) == 0
     assert steps_of(folder / "out") == [1, 2, 3, 4, 5, 6]
+    # A new process, as a forked one has files under these numbers.
     done = shell(folder, hp_platform, "$HP run run.yaml --run.folder=out >&- 2>&- <&-")
     assert done.returncode == 0
     assert newest_step(folder / "out") == 6

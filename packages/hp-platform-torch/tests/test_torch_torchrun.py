@@ -14,15 +14,11 @@ PROGRAM = Path(__file__).with_name("torchrun_program.py")
 
 
 @pytest.mark.parametrize(("group", "connections"), [("ours", 1), ("own", 2), ("device", 2)])
-def test_ranks_of_torchrun_join_one_job(group, connections, tmp_path):
+def test_ranks_of_torchrun_join_one_job(group, connections, fork_server, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    done = subprocess.run(
-        [*command, str(PROGRAM), group, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    # The agent is forked; it starts its ranks as new processes.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = fork_server.run([*command, str(PROGRAM), group, str(tmp_path)], 300, env=environment)
     assert done.returncode == 0, done.stderr
     for rank in range(3):
         lines = (tmp_path / f"rank{rank}").read_text().split("\n")
