@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,22 @@ from hp_trainer.planning import find_device
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "MS_ROLE", "SLURM_PROCID")
 
 
+# Sizes for the figures of a machine take half a minute; these give figures of the same kinds.
+SMALL = {
+    "_SHAPES": examination._SHAPES[:2],
+    "_LONGEST_PRODUCT": 0.01,
+    "_BLOCKS": ((64, 1, 64), (64, 2, 64), (128, 1, 64), (64, 1, 128), (128, 2, 64)),
+    "_COPIED_BYTES": 2**22,
+    "_COLLECTIVE_BYTES": (2**14, 2**16, 2**18),
+}
+
+
+def examine(platform_name):
+    """Examine in sizes that take a second."""
+    with mock.patch.multiple(examination, **SMALL):
+        return examination.examine(platform_name)
+
+
 @pytest.fixture
 def command(platform, rank_pool, monkeypatch, tmp_path):
     """Run the command with arguments; local ranks are those of the pool. Returns exit code and output folder."""
@@ -24,9 +41,10 @@ def command(platform, rank_pool, monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
 
     def launch(target, arguments, count, on, timeout_seconds):
-        return rank_pool(count).run(f"{target.__module__}:{target.__name__}", *arguments)
+        return rank_pool(count).run(target, *arguments)
 
     monkeypatch.setattr(doctor, "launch", launch)
+    monkeypatch.setattr(doctor, "examine", examine)
     return lambda *arguments: cli.main(["doctor", f"--platform={platform.name}", *arguments])
 
 
