@@ -6,6 +6,7 @@ from torch import nn
 
 from hp_dtensor import current_world, init_device_mesh
 from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.launch import RankPool
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import CPUOffloadPolicy, fully_shard, stream_optimizer
@@ -83,9 +84,11 @@ def on_real_rank():
     return losses, (x.tolist(), list(options.global_ranks_in_group), options.group_id, platform.device.index)
 
 
-def test_real_ranks_communicate_over_hccl(platform, rank_pool):
+def test_real_ranks_communicate_over_hccl(platform):
     (expected,) = run_ranks(trained, 1, platform, False)
-    results = rank_pool(3).run(on_real_rank)
+    # No `rank_pool`, whose fork server would import everything before it refuses to fork on an accelerator.
+    with RankPool(platform, 3) as pool:
+        results = pool.run(on_real_rank)
     losses = mean_losses([losses for losses, _ in results])
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=1e-6)
     (sum_1, ranks_1, name_1, device_1), (sum_2, ranks_2, name_2, device_2) = (each for _, each in results[1:])
