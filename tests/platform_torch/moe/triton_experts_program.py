@@ -41,7 +41,7 @@ def tiles(**options) -> TileSizes:
 # tokens, dim, hidden_dim, experts, slots, and what is not as usual; widths that fill no tile among them.
 CASES = {
     "even": (12, 32, 16, 4, 2, {}),
-    "uneven": (21, 24, 40, 5, 3, {"tiles": tiles(group=2)}),
+    "uneven": (21, 24, 40, 5, 3, {"tiles": tiles(group=2), "again": True}),
     "scores before": (9, 24, 20, 4, 3, {"score_before": True}),
     "no scores": (9, 24, 20, 4, 3, {"scored": False}),
     "slots without a copy": (9, 24, 20, 4, 3, {"absent": True, "tiles": tiles(parts=2)}),
@@ -98,12 +98,13 @@ def run_case(tokens, dim, hidden_dim, experts, slots, options):
         y = fused_experts(x, order, counts, scores, weights, before, options.get("tiles", tiles()))
         return y, *torch.autograd.grad(y, leaves, grad)
 
-    got, again = once(), once()
+    got = once()
     y = oracle(x, keys, scores, weights, before)
     expected = (y, *torch.autograd.grad(y, leaves, grad.double()))
     return {
         "errors": [float((a - b).norm() / b.norm()) for a, b in zip(got, expected, strict=True)],
-        "repeats": all(torch.equal(a, b) for a, b in zip(got, again, strict=True)),
+        # The interpreter runs a kernel's programs in one order, so that one case is enough.
+        "repeats": not options.get("again") or all(torch.equal(a, b) for a, b in zip(got, once(), strict=True)),
         "nothing for expert 0": not any(part[0].any() for part in got[2:5]),
     }
 
