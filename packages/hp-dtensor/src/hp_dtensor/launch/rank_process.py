@@ -494,9 +494,8 @@ def next_generation(*, hung: bool = False) -> Generation | None:
 
 def exit_process(code: int) -> NoReturn:
     """Exit with `os._exit` as multiprocessing does: framework threads may abort a finalizing interpreter."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    # Ends the idle threads of executors, and waits for all others that are no daemons.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
