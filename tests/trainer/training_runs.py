@@ -58,6 +58,9 @@ FOUR_RANKS = {
 }
 
 
+_references: dict[str, RunFolder] = {}
+
+
 @dataclass(frozen=True)
 class Lab:
     """Makes runs in a temporary folder, all on the same text."""
@@ -92,6 +95,15 @@ class Lab:
     def run(self, name: str, degrees: dict[str, Any] | None = None, world_size: int = 1, **overrides: Any) -> RunFolder:
         """A new run, trained."""
         return self.train(self.start(name, degrees, **overrides), world_size)
+
+    def reference(
+        self, name: str, degrees: dict[str, Any] | None = None, world_size: int = 1, **overrides: Any
+    ) -> RunFolder:
+        """A copy of such a run, which is trained once in this process: not for tests that change how runs train."""
+        key = str((self.platform.name, degrees or {}, world_size, sorted(overrides.items())))
+        if key not in _references:
+            _references[key] = self.run(f"reference-{len(_references)}", degrees, world_size, **overrides)
+        return RunFolder(shutil.copytree(_references[key].path, self.folder / name))
 
     def interrupted_copy(self, run: RunFolder, name: str, step: int = 3) -> RunFolder:
         """A run as it was when it was killed one step after the checkpoint of `step`."""

@@ -188,7 +188,7 @@ def test_averages_of_half_precision_weights_are_float32(hp_platform):
 
 @pytest.mark.usefixtures("torch_suffices")
 def test_every_layout_has_the_same_average_and_goes_on_exactly(lab: Lab):
-    full_value = lab.run("full", **SETTINGS)
+    full_value = lab.reference("full", **SETTINGS)
     found, weights = averages(full_value), tensors(full_value, ("model.",))
     assert {f"model.{name}" for name in found} == {name for name in weights if "expert_bias" not in name}
     assert not np.array_equal(found["embed.weight"], weights["model.embed.weight"])
@@ -224,10 +224,10 @@ def test_evaluation_uses_the_average_unless_told_not_to(lab: Lab, capsys):
 
 
 def test_a_run_may_begin_to_average_later_and_may_end_it(lab: Lab):
-    plain = lab.run("plain")
+    plain = lab.reference("plain")
     started = lab.resume(lab.interrupted_copy(plain, "started"), **SETTINGS)
     assert losses(started) == losses(plain)
-    full_value = lab.run("full", **SETTINGS)
+    full_value = lab.reference("full", **SETTINGS)
     assert averages(started).keys() == averages(full_value).keys()
     ended = lab.resume(lab.interrupted_copy(full_value, "ended"))
     assert losses(ended) == losses(plain)

@@ -66,7 +66,7 @@ def test_four_ranks_train_and_evaluate_as_one(lab, name):
     """All layouts are in `test_trainer_combinations.py`, without evaluations."""
     skip_unless_torch_or(lab.platform, False)  # elsewhere ranks that share sequences do
     settings = {"training__eval_interval": 3, "training__eval_batches": 2}
-    expected = lab.run("one", **settings)
+    expected = lab.reference("one", **settings)
     run = lab.run("four", FOUR_RANKS[name], 4, **settings)
     assert_same_losses(run, expected)
     for kind, value in (("evaluation", "loss"), ("step", "gradient_norm")):
@@ -95,7 +95,7 @@ def test_four_ranks_train_and_evaluate_as_one(lab, name):
 )
 def test_models_and_settings(lab, settings):
     skip_unless_torch_or(lab.platform, "parallel__reduce_gradients" in settings)
-    expected = lab.run("one", **settings)
+    expected = lab.reference("one", **settings)
     assert_same_losses(lab.run("four", FOUR_RANKS["folded"], 4, **settings), expected)
 
 
@@ -103,7 +103,7 @@ def test_models_and_settings(lab, settings):
 @pytest.mark.parametrize("size", [1, 2])
 def test_micro_batches_change_nothing(lab, degrees, world_size, size):
     skip_unless_torch_or(lab.platform, False)  # elsewhere "reduced often" has micro-batches on four ranks
-    full_value = lab.run("full", degrees, world_size)
+    full_value = lab.reference("full", degrees, world_size)
     assert_same_losses(lab.run("parts", degrees, world_size, training__micro_batch_size=size), full_value)
 
 
@@ -134,14 +134,14 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
 
 
 def test_without_clipping_the_norm_is_the_same(lab):
-    free, clipped = lab.run("free", training__clip_norm=None), lab.run("clipped", training__clip_norm=0.01)
+    free, clipped = lab.reference("free", training__clip_norm=None), lab.run("clipped", training__clip_norm=0.01)
     first = [events(run, "step")[0]["gradient_norm"] for run in (free, clipped)]
     assert first[0] == first[1] > 0.01
     assert losses(free) != losses(clipped)
 
 
 def test_evaluation_leaves_training_as_it_is(lab):
-    plain = lab.run("plain")
+    plain = lab.reference("plain")
     evaluated = lab.run("evaluated", training__eval_interval=1, training__eval_batches=2)
     assert losses(evaluated) == losses(plain)
     assert_equal_tensors(tensors(evaluated), tensors(plain))
@@ -153,7 +153,7 @@ def test_mixed_precision(torch_or, lab, dtype):
     torch_or(dtype == "float16")
     if lab.platform.name == "mindspore" and dtype == "bfloat16":
         pytest.skip("MindSpore has no bfloat16 products on CPU")
-    expected = lab.run("float32", training__steps=3)
+    expected = lab.reference("float32", training__steps=3)
     run = lab.run("mixed", FOUR_RANKS["folded"], 4, training__steps=3, training__dtype=dtype)
     # 8 (bfloat16) or 11 bits of precision.
     np.testing.assert_allclose(losses(run), losses(expected), rtol=2e-2 if dtype == "bfloat16" else 3e-3)
@@ -200,7 +200,7 @@ def test_a_step_that_overflows_leaves_expert_biases_as_they_were(lab, init_scale
 
 @pytest.mark.parametrize(("degrees", "world_size"), [({}, 1), (FOUR_RANKS["folded"], 4)], ids=["1", "4"])
 def test_in_the_same_layout_an_interruption_leaves_no_trace(lab, degrees, world_size):
-    full_value = lab.run("full", degrees, world_size)
+    full_value = lab.reference("full", degrees, world_size)
     resumed = lab.resume(lab.interrupted_copy(full_value, "resumed"), degrees, world_size)
     assert losses(resumed) == losses(full_value)
     assert len(losses(resumed)) == STEPS
@@ -219,8 +219,8 @@ MOVES = {
 @pytest.mark.parametrize(("before", "size", "after", "new_size"), MOVES.values(), ids=MOVES)
 def test_in_another_layout_the_losses_go_on(lab, before, size, after, new_size):
     skip_unless_torch_or(lab.platform, before == FOUR_RANKS["folded"])
-    expected = lab.run("one")
-    first = lab.interrupted_copy(lab.run("first", before, size), "resumed")
+    expected = lab.reference("one")
+    first = lab.interrupted_copy(lab.reference("first", before, size), "resumed")
     resumed = lab.resume(first, after, new_size)
     assert_same_losses(resumed, expected)
 
@@ -228,14 +228,14 @@ def test_in_another_layout_the_losses_go_on(lab, before, size, after, new_size):
 @pytest.mark.parametrize(("before", "size", "after", "new_size"), MOVES.values(), ids=MOVES)
 def test_all_that_training_changes_moves_to_another_layout_unchanged(lab, before, size, after, new_size):
     skip_unless_torch_or(lab.platform, before in (FOUR_RANKS["hybrid"], FOUR_RANKS["peer"]))
-    run = lab.run("first", before, size, training__steps=3)
+    run = lab.reference("first", before, size)
     saved = tensors(run)
     bias = "model.layers.1.moe.expert_bias"
     assert np.any(saved[bias] != 0)
     slots = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.")}
     assert slots == {"exp_avg", "exp_avg_sq"}
     folder = newest(run).folder
-    run.write_config(lab.config(after, training__steps=3, metrics__trackers="[]"))
+    run.write_config(lab.config(after, metrics__trackers="[]"))
 
     def load_and_save():
         trainer = Trainer(run, run.load_config().config, lab.platform)
@@ -289,7 +289,7 @@ class StopAtStep:
 
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_stop_asked_of_one_rank_stops_all_after_the_step_under_way(lab, plugged, monkeypatch):
-    expected = lab.run("expected")
+    expected = lab.reference("expected")
     stop = StopAtStep(lab.platform, rank=2, step=4)
     monkeypatch.setattr(trainer_module, "stop_requests", stop.stop_requests)
     plugged(stop)
@@ -437,7 +437,7 @@ def refused(lab, run, checkpoint, **overrides):
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(lab):
-    run = lab.run("run", training__steps=1)
+    run = lab.reference("run", training__steps=1)
     message = refused(lab, run, "step-00000001", model__num_experts=8, model__hidden_size=32)
     assert "is a checkpoint of another model" in message
     assert "hidden_size is 16 there and 32 here" in message
@@ -455,7 +455,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_the_difference_named(lab):
     ids=["length", "split", "text"],
 )
 def test_a_checkpoint_of_other_data_is_refused_and_the_difference_named(lab, change, expected_message):
-    run = lab.run("run", training__steps=1)
+    run = lab.reference("run", training__steps=1)
     (lab.folder / "other.txt").write_text("other text " * 400)
     if "data__path" in change:
         change = {"data__path": lab.folder / "other.txt"}

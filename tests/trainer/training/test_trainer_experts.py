@@ -38,7 +38,7 @@ SHORT = {"training__steps": 3, "checkpoint__interval": None}
 def test_losses_are_those_of_one_rank(torch_or, lab, settings, capsys):
     torch_or("ep_copies" in settings)
     degrees = FOUR_RANKS["folded"] | settings
-    plain, run = losses(lab.run("plain", **SHORT)), lab.run("run", degrees, 4, **SHORT)
+    plain, run = losses(lab.reference("plain", **SHORT)), lab.run("run", degrees, 4, **SHORT)
     np.testing.assert_allclose(losses(run), plain, **CLOSE)
     expected_message = capsys.readouterr().err.count("hp-train: tokens are dispatched by ")
     assert expected_message == ("auto" in settings.values()), "the cost model's choice is reported once, by rank 0"
@@ -48,7 +48,7 @@ def test_losses_are_those_of_one_rank(torch_or, lab, settings, capsys):
 def test_checkpoints_do_not_know_where_copies_are(lab):
     """A run with copies goes on without them, on one rank, as if there had been none."""
     degrees = FOUR_RANKS["folded"] | {"ep_copies": 2}
-    plain = lab.run("plain")
+    plain = lab.reference("plain")
     run = lab.run("run", degrees, 4)
     assert {name: array.shape for name, array in tensors(run).items()} == {
         name: array.shape for name, array in tensors(plain).items()
@@ -83,7 +83,7 @@ def test_moves_of_experts_change_no_loss_and_no_checkpoint(lab, moves, layout):
     """Weights, states and averages move; checkpoints on the way have every expert under its own number."""
     skip_unless_torch_or(lab.platform, layout in ("hybrid", "pipeline"))
     settings = MOVING | {"training__steps": 4, "checkpoint__interval": 2}
-    plain = lab.run("plain", **settings)
+    plain = lab.reference("plain", **settings)
     assert not have_moved(moves), "one rank has no other to give experts to"
     run = lab.run("run", LAYOUTS[layout], 4, **settings)
     assert have_moved(moves)
@@ -166,7 +166,7 @@ def test_hash_routing_gives_the_same_losses_in_any_layout(lab):
     plain = lab.run("plain", **settings)
     run = lab.run("run", FOUR_RANKS["folded"], 4, **settings)
     np.testing.assert_allclose(losses(run), losses(plain), **CLOSE)
-    by_score = lab.run("by score", **SHORT)
+    by_score = lab.reference("by score", **SHORT)
     assert losses(run) != losses(by_score)
     assert all(step["metrics"]["expert_bytes_sent"] > 0 for step in events(run, "step"))
 
@@ -189,7 +189,7 @@ OVER_SEQUENCES = {"model__load_balance_coeff": None, "model__norm_topk_prob": Fa
 def test_routing_over_sequences_gives_the_same_losses_in_any_layout(torch_or, lab, routing, degrees, settings):
     torch_or("expert_mesh" in degrees and routing == "expert_choice")
     settings = SHORT | OVER_SEQUENCES | settings | {"model__routing": routing}
-    one, run = lab.run("one", **settings), lab.run("run", degrees, 4, **settings)
+    one, run = lab.reference("one", **settings), lab.run("run", degrees, 4, **settings)
     np.testing.assert_allclose(losses(run), losses(one), **CLOSE)
     weights = tensors(run, ["model."])
     for name, value in tensors(one, ["model."]).items():
@@ -256,7 +256,7 @@ NOISE = {"model__router_jitter": 0.3, "training__steps": 3, "checkpoint__interva
 )
 def test_auxiliary_losses_are_those_of_one_rank(torch_or, lab, degrees, size, settings):
     torch_or("pp" in degrees or "etp" in degrees)
-    one = lab.run("one", **LOSSES, **settings)
+    one = lab.reference("one", **LOSSES, **settings)
     run = lab.run("run", degrees, size, **LOSSES, **settings)
     np.testing.assert_allclose(losses(run), losses(one), rtol=2e-5)
     found, expected = (
@@ -283,13 +283,13 @@ def test_the_scale_of_float16_scales_auxiliary_losses_too(lab):
 
 
 def test_evaluations_see_no_noise_and_leave_that_of_training_alone(lab):
-    never = lab.run("never", **NOISE)
+    never = lab.reference("never", **NOISE)
     often = lab.run("often", **NOISE, training__eval_interval=1, training__eval_batches=1)
     assert losses(often) == losses(never)
 
 
 def test_a_step_that_is_computed_twice_has_the_same_noise(lab):
-    plain, checked = lab.run("plain", **NOISE), lab.run("checked", **NOISE, training__replay_interval=1)
+    plain, checked = lab.reference("plain", **NOISE), lab.run("checked", **NOISE, training__replay_interval=1)
     assert losses(checked) == losses(plain)
     first, second = tensors(plain), tensors(checked)
     assert all((first[name] == second[name]).all() for name in first)
