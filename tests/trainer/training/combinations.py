@@ -305,7 +305,7 @@ def assert_same_bits(again: Outcome, found: Outcome) -> None:
         np.testing.assert_array_equal(found.tensors[name], value, err_msg=name)
 
 
-def check(lab: Lab, combination: Combination, steps: int, repeated: int, pool: Pool | None = None) -> None:
+def check(lab: Lab, combination: Combination, steps: int, repeated: int = 0, pool: Pool | None = None) -> None:
     """Train a combination for some steps as one rank does, and some of them, if any, once more with equal bits."""
     found = train(lab, "shared", combination, steps, pool=pool)
     assert_close(found, expected(lab, combination, steps))
