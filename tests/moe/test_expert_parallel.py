@@ -55,16 +55,15 @@ def close(got, wanted, where):
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-@pytest.mark.parametrize("options", [{}, WITH_SHARED], ids=["routed only", "shared, biased, normalized"])
-def test_training_equals_one_rank(torch_or, name, options):
-    torch_or(options is WITH_SHARED and name in ON_SLOW_PLATFORMS)
-    assert_same(on_ranks(name, NUM_SAMPLES, options=options), reference(options=options))
+def test_training_equals_one_rank(torch_or, name):
+    torch_or(name in ON_SLOW_PLATFORMS)
+    assert_same(on_ranks(name, NUM_SAMPLES, options=WITH_SHARED), reference(options=WITH_SHARED))
 
 
 @pytest.mark.parametrize("name", PARALLEL)
-def test_adamw_equals_one_rank(torch_or, name):
+def test_adamw_without_shared_experts_equals_one_rank(torch_or, name):
     torch_or(False)
-    kwargs = {"optimizer": "adamw", "steps": 4, "options": {"score_before_experts": True}}
+    kwargs = {"optimizer": "adamw", "steps": 3, "options": {"score_before_experts": True}}
     assert_same(on_ranks(name, NUM_SAMPLES, **kwargs), reference(**kwargs))
 
 

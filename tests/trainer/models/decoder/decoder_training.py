@@ -36,7 +36,7 @@ CONFIG = DecoderConfig(
     initializer_range=0.3,
     load_balance_coeff=0.01,
 )
-GLOBAL_BATCH, LENGTH, STEPS = 8, 8, 5
+GLOBAL_BATCH, LENGTH, STEPS = 8, 8, 3
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
 from hp_trainer.parallel import ParallelDims
 
-# float32, sums in another order, five steps.
+# float32, sums in another order, three steps.
 CLOSE = {"rtol": 1e-4, "atol": 2e-6}
 
 
