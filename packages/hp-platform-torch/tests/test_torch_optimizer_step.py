@@ -294,6 +294,20 @@ def test_a_parameter_without_gradient_is_skipped(mesh, monkeypatch):
     assert [int(optimizer.state[x]["step"]) for x in parameters] == [4, 5]
 
 
+def test_a_sparse_gradient_is_refused_as_ever(mesh):
+    parameter = torch.nn.Parameter(_on(mesh, Shard(0), torch.ones(4, 2)))
+    optimizer = optim.AdamW([parameter], lr=0.1)
+    for _ in range(3):
+        parameter.grad = _on(mesh, Shard(0), torch.ones(4, 2))
+        optimizer.step()
+    parameter.grad, before = None, parameter.full_tensor().detach().clone()
+    torch.nn.functional.embedding(torch.tensor([1]), parameter.to_local(), sparse=True).sum().backward()
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        optimizer.step()
+    assert type(parameter) is TorchDTensor
+    assert torch.equal(parameter.full_tensor(), before)
+
+
 def test_options_may_change_between_steps(mesh):
     results = []
     for kind in (optim.SGD, intercepted(optim.SGD)):

@@ -89,19 +89,19 @@ class _StandIn:
 
 def take_step(optimizer: optim.Optimizer) -> None:
     step = _without_hooks(type(optimizer))
-    plan, tensors = _all_local(optimizer)
+    plan, tensors, grads = _all_local(optimizer)
     if plan is None:
         step(optimizer)
         return
-    # As an attribute of the instance it hides the method, and `step` calls it instead. The classes change, not the
-    # objects: the parameters are keys of the state, and others refer to them.
-    optimizer._init_group = plan.collector(optimizer)  # type: ignore[attr-defined]
+    # The classes change, not the objects: the parameters are keys of the state, and others refer to them.
     try:
         for x in tensors:
             x.__class__ = Tensor
+        # As an attribute of the instance it hides the method, and `step` calls it instead.
+        optimizer._init_group = plan.collector(optimizer, tensors, grads)  # type: ignore[attr-defined]
         step(optimizer)
     finally:
-        del optimizer._init_group  # type: ignore[attr-defined]
+        optimizer.__dict__.pop("_init_group", None)
         for x in tensors:
             x.__class__ = TorchDTensor
 
@@ -112,18 +112,18 @@ def _without_hooks(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], A
     return inspect.unwrap(kind.step)
 
 
-def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any]]:
-    """Return the plan of a step that needs local data only, and its DTensors; otherwise (None, [])."""
+def _all_local(optimizer: optim.Optimizer) -> tuple[_Plan | None, list[Any], list[Any]]:
+    """Return the plan of a step that needs local data only, and its `tensors`; otherwise (None, [], [])."""
     for group in optimizer.param_groups:
         # A differentiable step must be recorded on DTensors, and a DTensor as learning rate may be partial.
         if group["differentiable"] or TorchDTensor in map(type, (*group.values(), *group.get("betas", ()))):
-            return None, []
+            return None, [], []
     plan = optimizer.__dict__.get("_local_step")
-    tensors = None if plan is None else plan.tensors(optimizer)
-    if tensors is None:
+    found = None if plan is None else plan.tensors(optimizer)
+    if found is None:
         plan = optimizer._local_step = _plan(optimizer)  # type: ignore[attr-defined]
-        tensors = None if plan is None else plan.tensors(optimizer)
-    return (None, []) if tensors is None else (plan, tensors)
+        found = None if plan is None else plan.tensors(optimizer)
+    return (None, [], []) if found is None else (plan, *found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ class _Plan:
         slots: names of the state tensors that have the parameters' layouts.
         specs: specs of `parameters`, then of each slot in the order of `owners`.
         needed: see `_needed`.
+        is_uniform: all parameters are DTensors, and either all have state, in their own order, or none has.
         collected: group index -> the result of torch's `_init_group`.
     """
 
@@ -148,10 +149,15 @@ class _Plan:
     slots: list[str]
     specs: list[TensorSpec | None]
     needed: list[str | None]
+    is_uniform: bool
     collected: dict[int, _Collected] = field(default_factory=dict)
 
-    def tensors(self, optimizer: optim.Optimizer) -> list[Any] | None:
-        """Return all DTensors of a step; None if something changed, or a gradient has another layout."""
+    def tensors(self, optimizer: optim.Optimizer) -> tuple[list[Any], list[Any]] | None:
+        """Return all DTensors of a step, and the gradients of `parameters`, of which some may be None.
+
+        The DTensors are those of `specs`, in their order, then those among the gradients. Returns None if something
+        changed, or if a gradient has another layout.
+        """
         state = optimizer.state
         if self.needed != _needed(optimizer) or not (
             _are_same(self.given, _given(optimizer)) and _are_same(self.owners, state)
@@ -164,37 +170,50 @@ class _Plan:
             found = list(filter(_is_dtensor, found))
         return self._with_grads(found)
 
-    def _with_grads(self, found: list[Any]) -> list[Any] | None:
+    def _with_grads(self, found: list[Any]) -> tuple[list[Any], list[Any]] | None:
         if self.without_state and any(x.grad is not None for x in self.without_state):
             return None
         with LocalOperations():
             grads = list(map(_local_grad, self.parameters))
-        if type(None) in map(type, grads):
+        kinds = set(map(type, grads))
+        if type(None) in kinds:
             grads = [x.grad for x in self.parameters]  # also fetches gradients that are stored elsewhere (offloaded)
-        distributed = [x for x in grads if type(x) is TorchDTensor]
+        distributed = grads if kinds == {TorchDTensor} else list(filter(_is_dtensor, grads))
         fit = specs_of(distributed) == self.specs[: len(grads)] or all(map(_fits, grads, self.specs))
-        return found + distributed if fit else None
+        return (found + distributed, grads) if fit else None
 
-    def collector(self, optimizer: optim.Optimizer) -> Callable[..., Any]:
-        """Return a replacement of `_init_group` for one step, which calls it for the groups in their order."""
+    def collector(self, optimizer: optim.Optimizer, tensors: list[Any], grads: list[Any]) -> Callable[..., Any]:
+        """Return a replacement of `_init_group` for one step, which calls it for the groups in their order.
+
+        Args:
+            tensors, grads: as `tensors` returns them, but all are plain now.
+        """
         # From the class: the instance's attribute is the replacement.
         first = type(optimizer)._init_group.__get__(optimizer)  # type: ignore[attr-defined]
-        if len(self.parameters) < len(self.given) or (self.owners and not _are_same(self.given, self.owners)):
+        if not self.is_uniform or [x for x in grads if x is None or x.is_sparse]:
             return first
-        states, numbers, begin = list(optimizer.state.values()), itertools.count(), 0
+        count, states = len(self.given), list(optimizer.state.values())
+        # Name of a state tensor -> that of each parameter, as `tensors` lists them.
+        columns = {name: tensors[i * count : (i + 1) * count] for i, name in enumerate(self.slots, 1)}
+        numbers, begin = itertools.count(), 0
 
-        def collect(group: Mapping[str, Any], params: list[Any], grads: list[Any], *lists: list[Any]) -> Any:
+        def collect(group: Mapping[str, Any], params: list[Any], own_grads: list[Any], *lists: list[Any]) -> Any:
             nonlocal begin
-            number, end = next(numbers), begin + len(group["params"])
-            own, begin = states[begin:end], end
+            number, own = next(numbers), slice(begin, begin + len(group["params"]))
+            begin = own.stop
             known, options = self.collected.get(number), _options(group)
-            if known is not None and known.options == options and known.fill(group, own, params, grads, lists):
-                return known.result
-            result = first(group, params, grads, *lists)
-            names = _names(own, lists)
-            if len(params) == len(group["params"]) and not any(x.is_sparse for x in grads) and names is not None:
-                self.collected[number] = _Collected(options, names, result)
-            return result
+            if known is None or known.options != options:
+                result = first(group, params, own_grads, *lists)
+                names = _names(states[own], lists)
+                if names is not None:
+                    self.collected[number] = _Collected(options, names, result)
+                return result
+            params += self.given[own]
+            own_grads += grads[own]
+            for values, name in zip(lists, known.names, strict=True):
+                if name is not None:
+                    values += columns[name][own] if name in columns else [state[name] for state in states[own]]
+            return known.result
 
         return collect
 
@@ -212,25 +231,6 @@ class _Collected:
     options: list[Any]
     names: list[str | None]
     result: Any
-
-    def fill(
-        self,
-        group: Mapping[str, Any],
-        states: Sequence[Mapping[str, Any]],
-        params: list[Any],
-        grads: list[Any],
-        lists: Sequence[list[Any]],
-    ) -> bool:
-        """Fill the lists as in the step before; do nothing and return False if gradients are missing or sparse."""
-        dense = [grad for x in group["params"] if (grad := x.grad) is not None and not grad.is_sparse]
-        if len(dense) < len(group["params"]):
-            return False
-        params += group["params"]
-        grads += dense
-        for values, name in zip(lists, self.names, strict=True):
-            if name is not None:
-                values += [own[name] for own in states]
-        return True
 
 
 def _options(group: Mapping[str, Any]) -> list[Any]:
@@ -269,7 +269,8 @@ def _plan(optimizer: optim.Optimizer) -> _Plan | None:
         if name is not None and state.get(x, {}).get(name) is None
     ]
     specs = specs_of(parameters + _in_slots(state, slots[0]))
-    return _Plan(given, parameters, without_state, list(state), slots[0], specs, needed)
+    is_uniform = len(parameters) == len(given) and (not state or _are_same(given, state))
+    return _Plan(given, parameters, without_state, list(state), slots[0], specs, needed, is_uniform)
 
 
 def _slots(spec: TensorSpec, state: Mapping[str, Any]) -> list[str] | None:
