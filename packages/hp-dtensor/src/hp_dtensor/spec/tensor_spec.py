@@ -209,17 +209,17 @@ def forget_specs() -> None:
         cache.cache_clear()
 
 
+@cached_by_spec(maxsize=4096)
 def grad_spec(spec: TensorSpec) -> TensorSpec:
     """Return the spec of a value's gradient: R -> R, S -> S, P -> R.
 
-    Every contribution to a sum has the gradient of the sum, so the gradient of a partial value is replicated.
+    Every contribution to a sum has the gradient of the sum, so the gradient of a partial value is replicated. Cached:
+    often nothing else refers to the spec of a partial loss's gradient, which each backward would create again.
     """
-    # The usual case keeps the object: this runs for every operation that needs a gradient.
-    if not spec.is_partial:
-        return spec
     return spec.with_placements([Replicate() if p.is_partial() else p for p in spec.placements])
 
 
+@cached_by_spec(maxsize=4096)
 def has_gradient(spec: TensorSpec) -> bool:
     """Return whether placements can describe the gradient of a value.
 

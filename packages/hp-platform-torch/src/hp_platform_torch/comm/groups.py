@@ -460,7 +460,9 @@ def _alone() -> dist.ProcessGroup:
     return _process_group_around(dist.ProcessGroupGloo(dist.HashStore(), 0, 1), "cpu", 0, 1)
 
 
+@functools.cache
 def _options(kind: type[Any], async_op: bool, **fields: Any) -> Any:
+    """Return the options of a collective; backends read them only."""
     options = kind()
     options.asyncOp = async_op
     for name, value in fields.items():
