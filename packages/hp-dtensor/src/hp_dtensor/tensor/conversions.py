@@ -171,19 +171,19 @@ def from_local(
     if isinstance(local, DTensorBase):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
-    platform = device_mesh.platform
+    platform, local_shape = device_mesh.platform, local.shape
     global_shape = None if shape is None else integers("from_local", shape)
     # A collective: all ranks of the mesh make it or none. A rank outside the mesh has no shard to check.
     if (run_check or rank_checks.is_checking()) and device_mesh.get_coordinate() is not None:
-        placements = normalize_placements(device_mesh, given, len(local.shape))
+        placements = normalize_placements(device_mesh, given, len(local_shape))
         global_shape = rank_checks.global_shape(local, device_mesh, placements, global_shape)
     try:
-        spec = spec_of_shard(device_mesh, given, tuple(local.shape), local.dtype, global_shape)
+        spec = spec_of_shard(device_mesh, given, local_shape, local.dtype, global_shape)
     except TypeError:
         # What cannot be hashed is no placement; this names it.
-        normalize_placements(device_mesh, given, len(local.shape))
+        normalize_placements(device_mesh, given, len(local_shape))
         raise
-    if tuple(local.shape) != spec.local_shape:  # only on a rank outside the mesh
+    if local_shape != spec.local_shape:  # only on a rank outside the mesh
         return platform.wrap(_nothing_like(platform, local), spec)
     if stride is not None:
         _check_stride(spec, local, global_shape is not None, tuple(stride))
@@ -270,7 +270,7 @@ def to_local(x: Any, grad_placements: Placements | None = None) -> Tensor:
     Raises:
         PlacementError: the gradient would be sharded unlike the value.
     """
-    spec: TensorSpec = x.spec
+    spec: TensorSpec = x._spec
     platform = spec.mesh.platform
     local = platform.unwrap(x)
     if grad_placements is None:
@@ -349,11 +349,11 @@ def _mesh_and_placements(
 ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
     """Return mesh and placements with defaults filled in, after checking mesh, tensor and placements."""
     mesh = require_mesh(what, mesh if mesh is not None else get_current_mesh())
-    if not isinstance(tensor, mesh.platform.Tensor):
-        raise MixedOperandsError(
-            f"{what}: expected a tensor of platform {mesh.platform.name!r}, got {type(tensor).__name__}"
-        )
-    mesh.platform.check_dense(tensor)
+    platform = mesh.platform
+    if not isinstance(tensor, platform.Tensor):
+        kind = type(tensor).__name__
+        raise MixedOperandsError(f"{what}: expected a tensor of platform {platform.name!r}, got {kind}")
+    platform.check_dense(tensor)
     return mesh, placements_on(what, mesh, placements, len(tensor.shape))
 
 

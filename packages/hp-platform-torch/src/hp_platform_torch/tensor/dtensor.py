@@ -470,8 +470,11 @@ def wrap_in_place(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 def unwrap(x: Tensor) -> Tensor:
     """Return the local data of a DTensor as a plain tensor; a plain tensor is returned unchanged."""
-    # The method is read from the tensor itself: reading an attribute of a pending one waits for its data.
-    return run_locally(x.as_subclass, (), (torch.Tensor,)) if isinstance(x, TorchDTensor) else x
+    if not isinstance(x, TorchDTensor):
+        return x
+    with LocalOperations():
+        # The method is read from the tensor itself: reading an attribute of a pending one waits for its data.
+        return x.as_subclass(Tensor)
 
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
