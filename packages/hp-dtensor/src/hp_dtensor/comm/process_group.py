@@ -6,9 +6,9 @@ import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from hp_dtensor.exceptions import CapabilityError, CollectiveError
 from hp_dtensor.platform.recording import CollectiveLog, add_record, recorded
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
+T = TypeVar("T")
 Rows = tuple[int, ...]  # numbers of rows, one for each rank of a group
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -52,8 +53,7 @@ class _CountedWork:
     group: ProcessGroup
 
     def wait(self) -> None:
-        with self.group._waiting():
-            self.work.wait()
+        self.group._counted(self.work.wait)
 
 
 class PendingBytes(Protocol):
@@ -81,8 +81,7 @@ class _CountedBytes:
     group: ProcessGroup
 
     def wait(self, timeout_seconds: float | None = None) -> list[bytes] | None:
-        with self.group._waiting():
-            return self.pending.wait(timeout_seconds)
+        return self.group._counted(self.pending.wait, timeout_seconds)
 
 
 def record_collectives() -> contextlib.AbstractContextManager[CollectiveLog]:
@@ -157,16 +156,13 @@ class ProcessGroup(ABC):
 
     def all_gather_into(self, output: Tensor, x: Tensor, async_op: bool = False) -> Work:
         """Concatenate every rank's `x` along dim 0 into `output` (`size` times the elements of `x`)."""
-        self._check_numel("all_gather_into", output, self.size * _numel(x))
-        # A ring: each rank sends its own shard and passes on those of the others, but for the last one.
-        self._record("all_gather", (self.size - 1) * _nbytes(self.platform, x))
+        self._record_shards("all_gather", output, x)
         return self._copy(output, x) if self.size == 1 else self._timed(self._all_gather_into, output, x, async_op)
 
     def reduce_scatter_into(self, output: Tensor, x: Tensor, op: str = "sum", async_op: bool = False) -> Work:
         """Reduce `x` over the group and write this rank's chunk of dim 0 to `output`. `x` may be overwritten."""
         self._check_op(op)
-        self._check_numel("reduce_scatter_into", x, self.size * _numel(output))
-        self._record("reduce_scatter", (self.size - 1) * _nbytes(self.platform, output))
+        self._record_shards("reduce_scatter", x, output)
         if self.size == 1:
             return self._copy(output, x)
         return self._timed(self._reduce_scatter_into, output, x, op, async_op)
@@ -195,8 +191,7 @@ class ProcessGroup(ABC):
         """
         self._record_exchange(sends, receives)
         if self.size > 1:
-            with self._waiting():
-                self._exchange(sends, receives)
+            self._counted(self._exchange, sends, receives)
 
     def start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
         """Start an `exchange`. Its tensors must not be used before `wait` of the result returns.
@@ -252,8 +247,7 @@ class ProcessGroup(ABC):
         self._count("all_gather_bytes")
         if self.size == 1:
             return [data]
-        with self._waiting():
-            return self._all_gather_bytes(data)
+        return self._counted(self._all_gather_bytes, data)
 
     def start_all_gather_bytes(self, data: bytes) -> PendingBytes:
         """Start an `all_gather_bytes` in which all ranks pass the same number of bytes, at least one.
@@ -265,9 +259,7 @@ class ProcessGroup(ABC):
         if self.size == 1:
             return GatheredBytes([data])
         # Some backends gather before they return.
-        with self._waiting():
-            pending = self._start_all_gather_bytes(data)
-        return _CountedBytes(pending, self)
+        return _CountedBytes(self._counted(self._start_all_gather_bytes, data), self)
 
     def barrier(self) -> None:
         """Wait until every rank of the group has called this."""
@@ -329,20 +321,28 @@ class ProcessGroup(ABC):
         self._count(name)
         add_record(self.platform, name, self.ranks, wire_bytes)
 
+    def _record_shards(self, name: str, full: Tensor, shard: Tensor) -> None:
+        """Check the sizes of a full buffer and of a rank's shard of it, and record the collective between them."""
+        numel = _numel(shard)
+        if _numel(full) != self.size * numel:
+            raise CollectiveError(
+                f"{name}_into in group {self.ranks}: the larger buffer must have {self.size * numel} elements, "
+                f"got {_numel(full)}"
+            )
+        itemsize = self.platform.itemsize(shard.dtype) if self.platform is not None else 1
+        # A ring: each rank sends its own shard and passes on those of the others, but for the last one.
+        self._record(name, (self.size - 1) * numel * itemsize)
+
     def _timed(self, start: Callable[..., Work], *arguments: Any) -> Work:
         """Start a collective, and count its time and that of the returned work's `wait`."""
-        started = time.perf_counter()  # `_waiting` written out: it takes as long as a small message
-        try:
-            work = start(*arguments)
-        finally:
-            self.seconds_waited += time.perf_counter() - started
+        work = self._counted(start, *arguments)
         return work if work is DONE else _CountedWork(work, self)
 
-    @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _counted(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function, and count its time in `seconds_waited`."""
         started = time.perf_counter()
         try:
-            yield
+            return function(*arguments)
         finally:
             self.seconds_waited += time.perf_counter() - started
 
@@ -354,12 +354,6 @@ class ProcessGroup(ABC):
         if not 0 <= peer < self.size or peer == self.rank:
             raise CollectiveError(
                 f"{what} group rank {peer} of {self.ranks}: expected another rank of the group, below {self.size}"
-            )
-
-    def _check_numel(self, name: str, x: Tensor, expected: int) -> None:
-        if _numel(x) != expected:
-            raise CollectiveError(
-                f"{name} in group {self.ranks}: the larger buffer must have {expected} elements, got {_numel(x)}"
             )
 
     def _check_rows(self, which: str, x: Tensor, rows: Sequence[int]) -> None:
