@@ -139,6 +139,10 @@ class ParameterStorage(ABC):
         """True if `release` frees memory."""
         return type(self).release is not ParameterStorage.release
 
+    def write(self, buffer: Tensor, start: int, x: Tensor, outer_dim: int = 0) -> None:
+        """Copy `x`, cast to the buffer's dtype, into the part of a buffer that has its shape; see `part`."""
+        self.platform.copy_(self.part(buffer, start, tuple(x.shape), outer_dim), x)
+
     def add_(self, target: Tensor, x: Tensor) -> None:
         """Compute `target += x` in place, with `x` cast to its dtype."""
         with self.platform.no_grad():

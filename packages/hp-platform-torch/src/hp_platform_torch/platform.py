@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -177,8 +178,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
             return kind.dtype
         return _DTYPES_OF_CLASSES.get(value, value) if isinstance(value, type) else value
 
-    def itemsize(self, dtype: torch.dtype) -> int:
-        return dtype.itemsize
+    itemsize = staticmethod(operator.attrgetter("itemsize"))
 
     def is_floating(self, dtype: torch.dtype) -> bool:
         return dtype.is_floating_point
@@ -215,9 +215,12 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
         with NoGrad(), LocalOperations():
-            if target.numel() != source.numel():
-                raise ValueError(f"copy_: expected a source of shape {list(target.shape)}, got {list(source.shape)}")
-            target.copy_(source if target.shape == source.shape else source.reshape(target.shape))
+            shape = target.shape
+            if source.shape != shape:
+                if source.numel() != target.numel():
+                    raise ValueError(f"copy_: expected a source of shape {list(shape)}, got {list(source.shape)}")
+                source = source.reshape(shape)
+            target.copy_(source)
 
     def set_data(self, x: Tensor, data: Tensor) -> None:
         x.data = data
@@ -285,11 +288,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def recording(self, flag: bool) -> AbstractContextManager[None]:
         return torch.enable_grad() if flag else torch.no_grad()
 
-    def is_grad_enabled(self) -> bool:
-        return torch.is_grad_enabled()
-
-    def requires_grad(self, x: Tensor) -> bool:
-        return x.requires_grad
+    # Without a function around torch's own, because modules of FSDP call these several times per step.
+    is_grad_enabled = staticmethod(torch.is_grad_enabled)
+    requires_grad = staticmethod(operator.attrgetter("requires_grad"))
 
     def is_leaf(self, x: Tensor) -> bool:
         return x.is_leaf
@@ -340,7 +341,10 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         return all(a is None or bool(torch.equal(a, b)) for a, b in zip(now, state, strict=True))
 
     def version(self, x: Tensor) -> int:
-        return 0 if x.is_inference() else x._version
+        try:
+            return x._version
+        except RuntimeError:
+            return 0  # an inference tensor, which has no counter
 
     def set_requires_grad(self, x: Tensor, flag: bool) -> None:
         x.requires_grad_(flag)
@@ -419,8 +423,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def unwrap(self, x: Tensor) -> Tensor:
         return dtensor.unwrap(x)
 
-    def local_op(self) -> AbstractContextManager[None]:
-        return LocalOperations()
+    local_op = staticmethod(LocalOperations)
 
     # Attention -------------------------------------------------------------------------------------------
 

@@ -18,8 +18,8 @@ from typing import Any
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.recording import located
 from hp_fsdp._engine.flat_buffer import FlatBuffer, stale_buffers
-from hp_fsdp._engine.param_group import GroupState, ParameterGroup, ParameterUse
-from hp_fsdp._engine.prefetch import BackwardRun, Event, ForwardPass, Prefetcher
+from hp_fsdp._engine.param_group import Event, GroupState, ParameterGroup, ParameterUse
+from hp_fsdp._engine.prefetch import BackwardRun, ForwardPass, Prefetcher
 from hp_fsdp._engine.rank_checks import PATIENCE_SECONDS, CallOrders
 from hp_fsdp._engine.reduction import Reducer
 from hp_fsdp.exceptions import CallOrderError, FSDPStateError
@@ -117,7 +117,7 @@ class RootContext:
             group.name
             for group in groups
             if any(
-                buffer.gradients.are_outdated or (buffer.gradients.are_pending and buffer in stale)
+                buffer.gradients.are_pending and (buffer.versions.written_since_accumulation or buffer in stale)
                 for buffer in group.buffers
             )
         ]
@@ -183,7 +183,7 @@ class BackwardSchedule:
                     f"{group.where}: parameters have been converted to another dtype between a forward and its "
                     "backward; convert modules between steps"
                 )
-            self._advance(run, forward_pass, Event(group, is_end=True))
+            self._advance(run, forward_pass, group.end_event)
         self._unshard(run, group, forward_pass)
 
     def post_backward(self, group: ParameterGroup, use: ParameterUse, buffer: FlatBuffer, grads: Gradients) -> None:
@@ -197,9 +197,10 @@ class BackwardSchedule:
         run.start_use(use)
         if buffer not in use.pending and all(grad is None for grad in grads):
             return  # `_advance` has reduced zeros already
-        # Autograd may not have passed an output of the group (a loss on its parameters alone), so that no hook has
-        # called `pre_backward`.
-        self.pre_backward(group, forward_pass)
+        if (group, forward_pass) not in run.reached:
+            # Autograd has not passed an output of the group (a loss on its parameters alone), so that no hook has
+            # called `pre_backward`.
+            self.pre_backward(group, forward_pass)
         # Before anything is reduced: the gradients would be wrong on every rank.
         if changed := use.changed_parameters(buffer, grads):
             raise FSDPStateError(
@@ -208,7 +209,7 @@ class BackwardSchedule:
                 "loss before the step, or the forward again after it"
             )
         if forward_pass is not None:
-            self._advance(run, forward_pass, Event(group, is_end=False))
+            self._advance(run, forward_pass, group.start_event)
         self._collect_and_reduce(run, group, use, buffer, grads)
 
     def post_backward_frozen(self, group: ParameterGroup, forward_pass: ForwardPass) -> None:

@@ -558,19 +558,23 @@ class BufferGradients:
             self.unreduced = self._buffer.new_buffer(self._buffer.layout.numel, self._buffer.reduce_dtype)
             self._buffer.count_allocation()
             self._zero(self._gaps)
-        # A parameter that has been frozen since the forward takes no gradient.
-        wanted = self._buffer.require_grad_flags()
-        given = {i: grad for i, grad in zip(indices, grads, strict=True) if wanted[i]}
-        # Parameters without a gradient are reduced as zeros, but do not get a `grad` if no rank has one.
-        self.unreduced_indices |= {i for i, grad in given.items() if grad is not None}
-        for index, parameter in enumerate(self._buffer.parameters):
-            self._collect_one(index, given.get(index), is_new)
+        given = dict(zip(indices, grads, strict=True))
+        used = set()
+        flags = self._buffer.require_grad_flags()
+        for index, (parameter, is_wanted) in enumerate(zip(self._buffer.parameters, flags, strict=True)):
+            # A parameter that has been frozen since the forward takes no gradient.
+            grad = given.get(index) if is_wanted else None
+            self._collect_one(index, grad, is_new)
             # A recomputation inside of a backward may use the parameter in a graph of its own, for which autograd
             # accumulates the gradient in the leaf.
             recomputed = self._storage.take_grad(parameter.leaf)
-            if recomputed is not None and wanted[index]:
-                self.unreduced_indices |= {index}
+            if recomputed is not None and is_wanted:
                 self._collect_one(index, recomputed, is_new=False)
+                grad = recomputed
+            # Parameters without a gradient are reduced as zeros, but do not get a `grad` if no rank has one.
+            if grad is not None:
+                used.add(index)
+        self.unreduced_indices |= used
 
     def _collect_one(self, index: int, grad: Tensor | None, is_new: bool) -> None:
         layout = self._buffer.layout
@@ -582,10 +586,12 @@ class BufferGradients:
         parameter, shape = self._buffer.parameters[index], tuple(grad.shape)
         if math.prod(shape) != numel:
             raise self._irreducible(parameter, f"it is of shape {list(shape)}, not of {numel} elements")
-        view = self._storage.part(self.unreduced, offset, shape, parameter.outer_dim)
         try:
-            # Copy or addition also casts to the dtype of the reduction.
-            (self._platform.copy_ if is_new else self._storage.add_)(view, grad)
+            # Both also cast to the dtype of the reduction.
+            if is_new:
+                self._storage.write(self.unreduced, offset, grad, parameter.outer_dim)
+            else:
+                self._storage.add_(self._storage.part(self.unreduced, offset, shape, parameter.outer_dim), grad)
         except RuntimeError as error:
             raise self._irreducible(parameter, self._sparse(grad) or error) from error
 
@@ -614,17 +620,15 @@ class BufferGradients:
         """
         if not released:
             return grads
+        aliased = set()
         with self._platform.local_op():
-            starts = [self._storage.address(buffer) for buffer in released]
-            ends = [start + self._storage.held_bytes(buffer) for start, buffer in zip(starts, released, strict=True)]
-            inside = [
-                grad is not None
-                and any(a <= self._storage.address(grad) < b for a, b in zip(starts, ends, strict=True))
-                for grad in grads
-            ]
-        if not any(inside):
+            addresses = [None if grad is None else self._storage.address(grad) for grad in grads]
+            for buffer in released:
+                start, num_bytes = self._storage.address(buffer), self._storage.held_bytes(buffer)
+                aliased |= {i for i, at in enumerate(addresses) if at is not None and start <= at < start + num_bytes}
+        if not aliased:
             return grads
-        return [self._platform.ops.clone(x) if aliased else x for x, aliased in zip(grads, inside, strict=True)]
+        return [self._platform.ops.clone(x) if i in aliased else x for i, x in enumerate(grads)]
 
     def drop(self) -> None:
         """Discard gradients that have been accumulated but not reduced."""
@@ -638,11 +642,6 @@ class BufferGradients:
     def are_pending(self) -> bool:
         """True if gradients are pending for more micro-batches, or for another reduction."""
         return self.unreduced is not None or self.partial_shard is not None
-
-    @property
-    def are_outdated(self) -> bool:
-        """True if an operation has written parameters while gradients of their earlier values were pending."""
-        return self.are_pending and self._buffer.versions.written_since_accumulation
 
     # Reduced gradients -----------------------------------------------------------------------------------
 

@@ -319,9 +319,10 @@ class FSDPState:
         outputs = [tensor for tensor in tensors if self.platform.requires_grad(tensor)]
         assert self.schedule is not None
         watched = self.schedule.post_forward(self.group, module, outputs, self._is_last(module))
-        if watched is outputs or not outputs:
+        pairs = zip(outputs, watched, strict=True)
+        replacements = {id(before): after for before, after in pairs if after is not before}
+        if not replacements:
             return output
-        replacements = {id(before): after for before, after in zip(outputs, watched, strict=True)}
         return map_tensors(output, self.platform.Tensor, lambda x: replacements.get(id(x), x))
 
     def call(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -347,8 +348,7 @@ class FSDPState:
 
     def _is_last(self, module: Module) -> bool:
         """Return True if every module of the group has now been called, in any order."""
-        if any(other is module for other in self._not_called):
-            self._not_called = [other for other in self._not_called if other is not module]
+        self._not_called = [other for other in self._not_called if other is not module]
         if self._not_called:
             return False
         self._not_called = list(self.modules)

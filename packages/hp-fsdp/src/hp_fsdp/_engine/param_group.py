@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from operator import methodcaller
+from typing import Any, NamedTuple
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.recording import located
 from hp_dtensor.spec.rank_checks import is_checking
 from hp_fsdp._engine.flat_buffer import FlatBuffer, Gathering
-from hp_fsdp._engine.rank_checks import CallOrder, Communicating, check_same_action
+from hp_fsdp._engine.rank_checks import CallOrder, check_same_action, communicate
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
 
@@ -105,6 +106,13 @@ class GroupState(Enum):
     SHARDED_AFTER_FORWARD = "sharded over fewer ranks after forward"
 
 
+class Event(NamedTuple):
+    """The start of a group's first forward in a pass, or the end of its last one."""
+
+    group: ParameterGroup
+    is_end: bool
+
+
 class ParameterUse:
     """One use of a group's parameters in a forward: its autograd nodes, and the values that it computed with.
 
@@ -151,6 +159,7 @@ class ParameterGroup:
         settings: see `GroupSettings`.
         state: the form in which the buffers hold the parameters.
         uses_unsharded: the modules hold the unsharded parameters instead of the sharded ones.
+        start_event, end_event: its events in a pass.
         in_gathered_step: a `GatheredStep` keeps the parameters unsharded. Hooks leave the group alone.
         in_forward: the forward of one of its modules has started, and not all of its modules have ended theirs.
         forward_depth: number of running forwards of each of its modules, by the module's id.
@@ -176,6 +185,7 @@ class ParameterGroup:
         self.settings = settings
         self.state = GroupState.SHARDED
         self.uses_unsharded = False
+        self.start_event, self.end_event = Event(self, is_end=False), Event(self, is_end=True)
         self.in_gathered_step = False
         self.in_forward = False
         self.forward_depth: dict[int, int] = {}
@@ -209,7 +219,7 @@ class ParameterGroup:
     @property
     def num_conversions(self) -> int:
         """Number of conversions of its buffers to another dtype."""
-        return sum(buffer.versions.num_conversions for buffer in self.buffers)
+        return sum([buffer.versions.num_conversions for buffer in self.buffers])
 
     @property
     def shard_counts(self) -> list[int]:
@@ -232,13 +242,13 @@ class ParameterGroup:
             )
         if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
             self.check_same_action("gathers")
-            self._gather(lambda gathering: gathering.start())
+            self._gather(_START)
             self.state = GroupState.GATHERING
 
     def wait_for_unshard(self) -> None:
         """Wait for a running gather."""
         if self.state is GroupState.GATHERING:
-            self._gather(lambda gathering: gathering.wait())
+            self._gather(_WAIT)
             self.state = GroupState.UNSHARDED
 
     def unshard(self) -> None:
@@ -249,9 +259,8 @@ class ParameterGroup:
     def _gather(self, step: Callable[[Gathering], None]) -> None:
         """Start or wait for the gather of each buffer. If one raises, all buffers are released."""
         try:
-            with Communicating(self, "gather parameters"):
-                for buffer in self.buffers:
-                    step(buffer.gathering)
+            for buffer in self.buffers:
+                communicate(self, "gather parameters", step, buffer.gathering)
         except BaseException:
             for buffer in self.buffers:
                 # Other buffers may have a running collective, which writes memory that is freed next.
@@ -291,12 +300,10 @@ class ParameterGroup:
 
     def regather(self, stale: Sequence[FlatBuffer]) -> None:
         """Fill full buffers of an unsharded group again, because their shards have changed."""
-        with Communicating(self, "gather changed parameters"):
-            # All gathers are started before the first one is waited for.
+        # All gathers are started before the first one is waited for.
+        for step in (_START, _WAIT):
             for buffer in stale:
-                buffer.gathering.start()
-            for buffer in stale:
-                buffer.gathering.wait()
+                communicate(self, "gather changed parameters", step, buffer.gathering)
 
     def _check_unused(self) -> None:
         # Its modules would go on to compute with released memory.
@@ -428,5 +435,7 @@ class ParameterGroup:
                 elements = sum(buffer.layout.numel for buffer in self.buffers)
                 check_same_action(shard_group, f"{action} {self.name} of {elements} elements")
 
+
+_START, _WAIT = methodcaller("start"), methodcaller("wait")  # of a `Gathering`
 
 PostBackward = Callable[[ParameterGroup, ParameterUse, FlatBuffer, Gradients], None]

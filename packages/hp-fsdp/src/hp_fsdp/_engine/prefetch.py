@@ -9,21 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
-from hp_fsdp._engine.param_group import GroupState, ParameterGroup, ParameterUse
+from hp_fsdp._engine.param_group import Event, GroupState, ParameterGroup, ParameterUse
 
 Tensor = Any
 
 
 # Records of a forward and of a backward ------------------------------------------------------------------
-
-
-class Event(NamedTuple):
-    """The start of a group's first forward in a pass, or the end of its last one."""
-
-    group: ParameterGroup
-    is_end: bool
 
 
 class ForwardPass:
@@ -58,28 +51,29 @@ class ForwardPass:
 
     def start_group(self, group: ParameterGroup) -> None:
         """Record that the first forward of a group starts."""
-        self.events.setdefault(Event(group, is_end=False), None)
+        self.events.setdefault(group.start_event, None)
 
     def add_use(self, group: ParameterGroup, use: ParameterUse) -> None:
         """Record a use whose autograd nodes are made now. The start event moves here: earlier forwards had no nodes."""
         self.uses.append(use)
-        self._move_last(Event(group, is_end=False), use)
+        self._move_last(group.start_event, use)
 
     def end_group(self, group: ParameterGroup, has_outputs: bool) -> None:
         """Record the end of a forward of a group's module. `has_outputs`: it has outputs that require gradients."""
-        if has_outputs or group.use is not None:
+        needs_backward = has_outputs or group.use is not None
+        if needs_backward:
             self._num_conversions.setdefault(group, group.num_conversions)
-        if has_outputs or group.use is not None or self.reachable:
+        if needs_backward or self.reachable:
             self.reachable.add(group)
-        self._move_last(Event(group, is_end=True), None)
+        self._move_last(group.end_event, None)
 
     def is_converted(self, group: ParameterGroup) -> bool:
         """Return True if the group was converted to another dtype since its forward, so that backward cannot run."""
         # Buffers are converted by the next forward, which frees the memory of which autograd has saved views. Until
         # then frozen parameters still have it, but the gradients of trainable ones no longer fit them.
-        use = self.events.get(Event(group, is_end=False))
+        use = self.events.get(group.start_event)
         pending = use is not None and any(buffer.has_other_dtypes for buffer in use.indices)
-        return pending or self._num_conversions.get(group, group.num_conversions) != group.num_conversions
+        return pending or self._num_conversions.get(group) not in (None, group.num_conversions)
 
     def _move_last(self, event: Event, use: ParameterUse | None) -> None:
         # A dict sets an existing key in its old position, so the event is removed first.

@@ -19,8 +19,7 @@ import json
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
@@ -115,7 +114,7 @@ def unpack_flags(messages: Sequence[bytes], reductions: Sequence[UsedParameters]
         flags |= int.from_bytes(message, "little")
     total, start = sum(each.count for each in reductions), 0
     for each in reductions:
-        each.indices = frozenset(i for i in range(each.count) if flags >> _bit(start + i, total) & 1)
+        each.indices = frozenset([i for i in range(each.count) if flags >> _bit(start + i, total) & 1])
         start += each.count
 
 
@@ -221,7 +220,7 @@ class CallOrder:
             codes = [*self.actions[:NUM_CODES_SENT], *[0] * (NUM_CODES_SENT - len(self.actions))]
             used = pending.copy()
             pending.clear()
-            kinds, flags = _digest(bytes(code % len(ACTIONS) for code in self.actions)), pack_flags(used)
+            kinds, flags = _digest(bytes([code % len(ACTIONS) for code in self.actions])), pack_flags(used)
             message = MESSAGE.pack(HEADER, order_digest, kinds, len(self.actions), *codes, flags)
             with self._naming_failures(phase):
                 messages = self._process_group.start_all_gather_bytes(message)
@@ -491,8 +490,10 @@ class CallOrders:
 # Failed collectives --------------------------------------------------------------------------------------
 
 
-class Communicating:
-    """Context manager around the collectives of a group.
+def communicate(
+    group: Group, action: str, function: Callable[..., Any], *arguments: Any, in_backward: bool = False
+) -> Any:
+    """Call a function that starts collectives of a group, or waits for them.
 
     They are recorded as collectives of the group's module. A failed one raises `CommunicationError`, or
     `CallOrderError` if ranks have called different modules.
@@ -501,25 +502,14 @@ class Communicating:
         action: what they do, for errors, such as "gather parameters".
         in_backward: they reduce gradients. False: they count as forward or backward by when they are started.
     """
-
-    # A class, because a generator costs more, and this is entered several times per group and step.
-    __slots__ = ("_action", "_group", "_inside")
-
-    def __init__(self, group: Group, action: str, in_backward: bool = False) -> None:
-        self._group, self._action = group, action
-        self._inside: AbstractContextManager[None] | None = None
-        if is_recording():
-            self._inside = inside(group.modules, in_backward)
-
-    def __enter__(self) -> None:
-        if self._inside is not None:
-            self._inside.__enter__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        if self._inside is not None:
-            self._inside.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError):
-            _explain(self._group, self._action, error)
+    try:
+        if not is_recording():
+            return function(*arguments)
+        with inside(group.modules, in_backward):
+            return function(*arguments)
+    except RuntimeError as error:
+        _explain(group, action, error)
+        raise
 
 
 def _explain(group: Group, action: str, error: RuntimeError) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from hp_dtensor.comm.process_group import DONE, Work
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.param_group import ParameterGroup, ReduceOptions
-from hp_fsdp._engine.rank_checks import Communicating, UsedParameters
+from hp_fsdp._engine.rank_checks import UsedParameters, communicate
 
 Tensor = Any
 
@@ -41,13 +41,10 @@ class Reduction:
         self._used = UsedParameters(indices, len(buffer.parameters))
         self._shard: Tensor = None
         self._store: Callable[[], None] | None = None
-        with self._communicating():
-            self._shard, self._work = self._start_reduce_scatter()
-            # The all-reduce is recorded here too. All-reduces follow in the order of the reduce-scatters.
-            buffer.actions.record_reduction(None if self._stays_partial else self._used, self._all_reduces)
+        self._shard, self._work = self._communicate(self._start_reduce_scatter)
 
-    def _communicating(self) -> Communicating:
-        return Communicating(self._group, "reduce gradients", in_backward=True)
+    def _communicate(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return communicate(self._group, "reduce gradients", function, *arguments, in_backward=True)
 
     def _start_reduce_scatter(self) -> tuple[Tensor, Work]:
         """Take the full gradients from the buffer, and start their reduce-scatter; return the shard and the work."""
@@ -56,12 +53,16 @@ class Reduction:
         self._full, gradients.unreduced = gradients.unreduced, None
         if self._divisor_before != 1.0:
             buffer.storage.scale_(self._full, 1.0 / self._divisor_before)
-        # Nothing to scatter: the full gradients are the shard.
-        if buffer.shard_group.size == 1:
-            return self._full, DONE
-        shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
-        buffer.count_allocation()
-        return shard, buffer.communication.reduce_scatter(shard, self._full, buffer.shard_group)
+        # With one shard nothing is scattered: the full gradients are the shard.
+        shard: Tensor = self._full
+        work: Work = DONE
+        if buffer.shard_group.size > 1:
+            shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
+            buffer.count_allocation()
+            work = buffer.communication.reduce_scatter(shard, self._full, buffer.shard_group)
+        # The all-reduce is recorded here too. All-reduces follow in the order of the reduce-scatters.
+        buffer.actions.record_reduction(None if self._stays_partial else self._used, self._all_reduces)
+        return shard, work
 
     def finish_reduce_scatter(self) -> None:
         """Wait for the reduce-scatter, free the full gradients, and start the all-reduce."""
@@ -78,12 +79,10 @@ class Reduction:
             buffer.versions.mark_accumulation()
         elif self._all_reduces:
             assert buffer.replicate_group is not None
-            with self._communicating():
-                self._work = buffer.communication.all_reduce(self._shard, buffer.replicate_group)
+            self._work = self._communicate(buffer.communication.all_reduce, self._shard, buffer.replicate_group)
 
     def _wait(self) -> None:
-        with self._communicating():
-            self._work.wait()
+        self._communicate(self._work.wait)
 
     def finish(self) -> Callable[[], None]:
         """Wait for the last collective, scale the shard, and start to store it, unless that has been done.

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.function import once_differentiable
 
 from hp_dtensor.comm.process_group import Work
 from hp_dtensor.exceptions import CapabilityError
@@ -61,10 +60,14 @@ class TorchParameterStorage(ParameterStorage):
 
     def view(self, buffer: Tensor, start: int, shape: Sequence[int], outer_dim: int = 0) -> Tensor:
         shape = tuple(shape)
-        alias = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-        return _set(alias, buffer.untyped_storage(), start, shape, _strides(shape, outer_dim))
+        return _set(buffer.new_empty(0), buffer.untyped_storage(), start, shape, _strides(shape, outer_dim))
 
     part = view
+
+    def write(self, buffer: Tensor, start: int, x: Tensor, outer_dim: int = 0) -> None:
+        # A view, which is cheaper than a separate tensor, because only the copy uses it.
+        shape = tuple(x.shape)
+        self.platform.copy_(buffer.as_strided(shape, _strides(shape, outer_dim), start), x)
 
     def num_writes(self, view: Tensor) -> int:
         return self.platform.version(view)
@@ -80,14 +83,15 @@ class TorchParameterStorage(ParameterStorage):
         storage.resize_(0)
 
     def refill(self, buffer: Tensor) -> None:
-        storage, nbytes = buffer.untyped_storage(), buffer.numel() * buffer.itemsize
-        if buffer.device.type == "cpu":
+        # The bytes of its shape, whatever memory it has now.
+        storage, nbytes = buffer.untyped_storage(), buffer.nbytes
+        if buffer.is_cpu:
             refill_on_host(storage, nbytes)
         else:
             storage.resize_(nbytes)
 
     def held_bytes(self, buffer: Tensor) -> int:
-        return buffer.numel() * buffer.itemsize if buffer.untyped_storage().nbytes() else 0
+        return buffer.nbytes if buffer.untyped_storage().nbytes() else 0
 
     def add_(self, target: Tensor, x: Tensor) -> None:
         with NoGrad(), LocalOperations():
@@ -225,8 +229,10 @@ class TorchParameterStorage(ParameterStorage):
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         # Autograd does not call them: it accumulates into the unsharded parameter, and a DTensor hides its hooks.
         hooks = parameter._post_accumulate_grad_hooks
+        if not hooks:
+            return
         with NoGrad():
-            for hook in list(hooks.values()) if hooks else ():
+            for hook in list(hooks.values()):
                 returned = hook(parameter)
                 if returned is not None and returned is not parameter:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")
@@ -256,7 +262,7 @@ class TorchParameterStorage(ParameterStorage):
     def gather_node(
         self, token: Tensor, views: Sequence[Tensor], backward: Callable[[Gradients], None]
     ) -> tuple[Tensor, list[Tensor]]:
-        token, *outputs = _Gather.apply(token, backward, views)
+        token, *outputs = _apply_gather(token, backward, views)
         return token, outputs
 
     def join(self, token: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -307,18 +313,20 @@ _MADV_HUGEPAGE = 14
 def allocate_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised flat tensor in host memory, the only one over its storage."""
     tensor = torch.empty(numel, dtype=dtype, device="cpu")
-    _advise_huge_pages(tensor.untyped_storage())
+    if tensor.nbytes > RETAINED_BYTES:
+        _advise_huge_pages(tensor.untyped_storage())
     return tensor
 
 
 def refill_on_host(storage: torch.UntypedStorage, nbytes: int) -> None:
     """Give an empty storage `nbytes` bytes of uninitialised host memory."""
     storage.resize_(nbytes)
-    _advise_huge_pages(storage)
+    if nbytes > RETAINED_BYTES:
+        _advise_huge_pages(storage)
 
 
 def _advise_huge_pages(storage: torch.UntypedStorage) -> None:
-    advise = _advise() if storage.nbytes() > RETAINED_BYTES else None
+    advise = _advise()
     if advise is not None:
         start = -(-storage.data_ptr() // _PAGE) * _PAGE
         # A refusal only costs speed.
@@ -373,12 +381,15 @@ class _Gather(torch.autograd.Function):
         return token.detach(), *(view.detach() for view in views)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
         with NoGrad(), LocalOperations():
             ctx.complete(grads)
         # The previous node runs without a gradient of its token too: autograd counts edges, not gradients.
         return None, None, None
+
+
+# The `apply` below that of `Function`, which looks for `torch.func` transforms. `check_transforms` has refused them.
+_apply_gather = super(torch.autograd.Function, _Gather).apply
 
 
 class _Join(torch.autograd.Function):

@@ -107,7 +107,7 @@ def test_a_gather_is_no_write_to_the_parameter(storage: ParameterStorage) -> Non
 
 
 def test_parts_are_written_in_place(storage: ParameterStorage) -> None:
-    """`part`, `add_`, `scale_`, `zero_`: gradients are copied into a flat buffer, added, scaled and zeroed there."""
+    """`part`, `write`, `add_`, `scale_`, `zero_`: a flat buffer of gradients is written, scaled and zeroed by parts."""
     platform = storage.platform
     buffer = filled(storage)
     part = storage.part(buffer, 2, (2, 2))
@@ -115,7 +115,7 @@ def test_parts_are_written_in_place(storage: ParameterStorage) -> None:
     storage.scale_(part, 2.0)
     assert values(platform, buffer) == [1, 2, 26, 28, 30, 32, 7, 8, 9, 10, 11, 12]
     storage.zero_(part)
-    platform.copy_(storage.part(buffer, 6, (2, 2), 1), platform.from_numpy(np.array([[1, 2], [3, 4]], np.float32)))
+    storage.write(buffer, 6, platform.from_numpy(np.array([[1, 2], [3, 4]], np.float64)), 1)
     assert values(platform, buffer) == [1, 2, 0, 0, 0, 0, 1, 3, 2, 4, 11, 12]
 
 
