@@ -345,6 +345,21 @@ class Counter:
             *((platform.ops, name) for name in COPIES),
         ]:
             monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+        monkeypatch.setattr(storage, "write", self._counted_write(storage, storage.write))
+
+    def _counted_write(self, storage, write):
+        """Count a write as its copies and zeros, by whatever operations a platform does them."""
+
+        def counted(buffer, places, tensors):
+            names = self._running.pop(self._rank, None)
+            write(buffer, places, tensors)
+            if names is not None:
+                self._running[self._rank] = names
+                for (start, numel, _), x in zip(places, tensors, strict=True):
+                    names.append("zero_" if x is None else "copy_")
+                    self.targets.extend([] if x is None else [storage.part(buffer, start, (numel,))])
+
+        return counted
 
     def _counted(self, name, function):
         def counted(*args, **kwargs):

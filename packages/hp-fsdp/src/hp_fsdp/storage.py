@@ -19,6 +19,7 @@ from hp_dtensor.tensor.dtensor import DTensor
 Tensor = Any
 DType = Any
 Gradients = Sequence[Tensor | None]
+Place = tuple[int, int, int]
 
 GATHER_METHODS = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 """Methods with which the class of a weight defines how it is gathered; see `GatherExtension`."""
@@ -139,9 +140,18 @@ class ParameterStorage(ABC):
         """True if `release` frees memory."""
         return type(self).release is not ParameterStorage.release
 
-    def write(self, buffer: Tensor, start: int, x: Tensor, outer_dim: int = 0) -> None:
-        """Copy `x`, cast to the buffer's dtype, into the part of a buffer that has its shape; see `part`."""
-        self.platform.copy_(self.part(buffer, start, tuple(x.shape), outer_dim), x)
+    def write(self, buffer: Tensor, places: Sequence[Place], tensors: Sequence[Tensor | None]) -> None:
+        """Overwrite parts of a buffer with tensors, cast to its dtype, or with zeros.
+
+        Args:
+            places: start, number of elements and `outer_dim` of each part; see `part`.
+            tensors: one for each part, which has its shape. None: zeros.
+        """
+        for (start, numel, outer_dim), x in zip(places, tensors, strict=True):
+            if x is None:
+                self.zero_(self.part(buffer, start, (numel,)))
+            else:
+                self.platform.copy_(self.part(buffer, start, tuple(x.shape), outer_dim), x)
 
     def add_(self, target: Tensor, x: Tensor) -> None:
         """Compute `target += x` in place, with `x` cast to its dtype."""

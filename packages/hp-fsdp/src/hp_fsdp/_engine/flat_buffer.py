@@ -10,7 +10,7 @@ backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
@@ -30,7 +30,7 @@ from hp_fsdp._engine.rank_checks import GATHERS, GATHERS_RETAINED, ActionRecorde
 from hp_fsdp.communication import Communication, Holding
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.policies import CPUOffloadPolicy, MixedPrecisionPolicy
-from hp_fsdp.storage import Gradients, ParameterStorage, moved_to_front
+from hp_fsdp.storage import Gradients, ParameterStorage, Place, moved_to_front
 
 Tensor = Any
 DType = Any
@@ -532,7 +532,10 @@ class BufferGradients:
     def __init__(self, buffer: FlatBuffer) -> None:
         self._buffer = buffer
         self._storage, self._platform = buffer.storage, buffer.platform
-        self._gaps = list(buffer.layout.gaps())
+        # Of the parameters, in their order, and of the gaps between them.
+        blocks = zip(buffer.layout.offsets, buffer.layout.blocks, buffer.parameters, strict=True)
+        self._places: list[Place] = [(offset, block.numel, parameter.outer_dim) for offset, block, parameter in blocks]
+        self._places += [(offset, numel, 0) for offset, numel in buffer.layout.gaps()]
         self.deferred = DeferredGradients(buffer.offload, buffer.view_in_shard, self._set_gradients)
         self.unreduced: Tensor | None = None
         self.unreduced_indices: frozenset[int] = frozenset()
@@ -551,49 +554,44 @@ class BufferGradients:
         Raises:
             FSDPStateError: a gradient that is not dense.
         """
-        # A new buffer is uninitialised: gradients are copied into it, and only the padding and unused parameters are
-        # set to zero. This takes one pass over memory instead of two.
+        parameters, flags = self._buffer.parameters, self._buffer.require_grad_flags()
+        given: list[Tensor | None] = [None] * len(parameters)
+        for index, grad in zip(indices, grads, strict=True):
+            given[index] = grad
+        self._add(given, flags)
+        # A recomputation inside of a backward may use a parameter in a graph of its own, for which autograd accumulates
+        # the gradient in the leaf.
+        self._add([self._storage.take_grad(parameter.leaf) for parameter in parameters], flags)
+
+    def _add(self, grads: Gradients, flags: Sequence[bool]) -> None:
+        """Add one gradient or None for each parameter. `flags`: the parameters that require a gradient now."""
+        layout, parameters = self._buffer.layout, self._buffer.parameters
+        # A parameter that has been frozen since the forward takes no gradient.
+        wanted = {i: grad for i, grad in enumerate(grads) if grad is not None and flags[i]}
+        for index, grad in wanted.items():
+            if math.prod(grad.shape) != layout.blocks[index].numel:
+                shape = f"it is of shape {list(grad.shape)}, not of {layout.blocks[index].numel} elements"
+                raise self._irreducible(parameters[index].name, shape)
         is_new = self.unreduced is None
         if is_new:
-            self.unreduced = self._buffer.new_buffer(self._buffer.layout.numel, self._buffer.reduce_dtype)
+            self.unreduced = self._buffer.new_buffer(layout.numel, self._buffer.reduce_dtype)
             self._buffer.count_allocation()
-            self._zero(self._gaps)
-        given = dict(zip(indices, grads, strict=True))
-        used = set()
-        flags = self._buffer.require_grad_flags()
-        for index, (parameter, is_wanted) in enumerate(zip(self._buffer.parameters, flags, strict=True)):
-            # A parameter that has been frozen since the forward takes no gradient.
-            grad = given.get(index) if is_wanted else None
-            self._collect_one(index, grad, is_new)
-            # A recomputation inside of a backward may use the parameter in a graph of its own, for which autograd
-            # accumulates the gradient in the leaf.
-            recomputed = self._storage.take_grad(parameter.leaf)
-            if recomputed is not None and is_wanted:
-                self._collect_one(index, recomputed, is_new=False)
-                grad = recomputed
-            # Parameters without a gradient are reduced as zeros, but do not get a `grad` if no rank has one.
-            if grad is not None:
-                used.add(index)
-        self.unreduced_indices |= used
-
-    def _collect_one(self, index: int, grad: Tensor | None, is_new: bool) -> None:
-        layout = self._buffer.layout
-        offset, numel = layout.offsets[index], layout.blocks[index].numel
-        if grad is None:
-            if is_new:
-                self._zero([(offset, numel)])
-            return
-        parameter, shape = self._buffer.parameters[index], tuple(grad.shape)
-        if math.prod(shape) != numel:
-            raise self._irreducible(parameter, f"it is of shape {list(shape)}, not of {numel} elements")
         try:
             # Both also cast to the dtype of the reduction.
             if is_new:
-                self._storage.write(self.unreduced, offset, grad, parameter.outer_dim)
+                # A new buffer is uninitialised: gradients are copied into it, and only the padding and unused
+                # parameters are set to zero. This takes one pass over memory instead of two.
+                self._storage.write(self.unreduced, self._places, [wanted.get(i) for i in range(len(self._places))])
             else:
-                self._storage.add_(self._storage.part(self.unreduced, offset, shape, parameter.outer_dim), grad)
+                for index, grad in wanted.items():
+                    start, _, outer_dim = self._places[index]
+                    self._storage.add_(self._storage.part(self.unreduced, start, tuple(grad.shape), outer_dim), grad)
         except RuntimeError as error:
-            raise self._irreducible(parameter, self._sparse(grad) or error) from error
+            problems = {parameters[index].name: self._sparse(grad) for index, grad in wanted.items()}
+            sparse = next(((name, problem) for name, problem in problems.items() if problem), None)
+            raise self._irreducible(*(sparse or (", ".join(problems), error))) from error
+        # Parameters without a gradient are reduced as zeros, but do not get a `grad` if no rank has one.
+        self.unreduced_indices = self.unreduced_indices.union(wanted)
 
     def _sparse(self, grad: Tensor) -> str:
         """Return the problem of a gradient that is not dense, for an error. Empty for a dense one."""
@@ -603,15 +601,11 @@ class BufferGradients:
             return f"{error}; create the layer with dense gradients (sparse=False)"
         return ""
 
-    def _irreducible(self, parameter: FSDPParameter, why: object) -> FSDPStateError:
+    def _irreducible(self, name: str, why: object) -> FSDPStateError:
         return FSDPStateError(
-            f"rank {self._buffer.world.rank}: the gradient of {parameter.name} cannot be reduced: {why}. Mend that, or "
+            f"rank {self._buffer.world.rank}: the gradient of {name} cannot be reduced: {why}. Mend that, or "
             "exclude the parameter (ignored_params)"
         )
-
-    def _zero(self, spans: Iterable[tuple[int, int]]) -> None:
-        for offset, numel in spans:
-            self._storage.zero_(self._storage.part(self.unreduced, offset, (numel,)))
 
     def copy_if_aliased(self, released: Sequence[Tensor], grads: Gradients) -> Gradients:
         """Return the gradients, with copies of those whose memory is inside of buffers about to be released.

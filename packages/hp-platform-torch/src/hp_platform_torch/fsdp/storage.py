@@ -30,7 +30,7 @@ from hp_dtensor.comm.process_group import Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_fsdp.storage import GATHER_METHODS, GatherExtension, Gradients, ParameterStorage, moved_to_front
+from hp_fsdp.storage import GATHER_METHODS, GatherExtension, Gradients, ParameterStorage, Place, moved_to_front
 from hp_platform_torch.tensor.dtensor import TorchDTensor, wrap_in_place
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
 from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad
@@ -64,10 +64,14 @@ class TorchParameterStorage(ParameterStorage):
 
     part = view
 
-    def write(self, buffer: Tensor, start: int, x: Tensor, outer_dim: int = 0) -> None:
-        # A view, which is cheaper than a separate tensor, because only the copy uses it.
-        shape = tuple(x.shape)
-        self.platform.copy_(buffer.as_strided(shape, _strides(shape, outer_dim), start), x)
+    def write(self, buffer: Tensor, places: Sequence[Place], tensors: Sequence[Tensor | None]) -> None:
+        with NoGrad(), LocalOperations():
+            # Views, which are cheaper than separate tensors, because only the copies use them.
+            for (start, numel, outer_dim), x in zip(places, tensors, strict=True):
+                if x is None:
+                    buffer.as_strided((numel,), (1,), start).zero_()
+                else:
+                    buffer.as_strided(x.shape, _strides(x.shape, outer_dim), start).copy_(x)
 
     def num_writes(self, view: Tensor) -> int:
         return self.platform.version(view)

@@ -115,8 +115,9 @@ def test_parts_are_written_in_place(storage: ParameterStorage) -> None:
     storage.scale_(part, 2.0)
     assert values(platform, buffer) == [1, 2, 26, 28, 30, 32, 7, 8, 9, 10, 11, 12]
     storage.zero_(part)
-    storage.write(buffer, 6, platform.from_numpy(np.array([[1, 2], [3, 4]], np.float64)), 1)
-    assert values(platform, buffer) == [1, 2, 0, 0, 0, 0, 1, 3, 2, 4, 11, 12]
+    matrix = platform.from_numpy(np.array([[1, 2], [3, 4]], np.float64))
+    storage.write(buffer, [(6, 4, 1), (11, 1, 0)], [matrix, None])
+    assert values(platform, buffer) == [1, 2, 0, 0, 0, 0, 1, 3, 2, 4, 11, 0]
 
 
 @pytest.mark.dtypes("float16")
