@@ -213,7 +213,7 @@ def test_large_parameters_take_two_bytes_an_element_and_a_scale_a_block(hp_platf
 
 @pytest.mark.usefixtures("torch_suffices")  # it needs nothing of a platform
 def test_plain_adamw_goes_on_from_it_and_it_from_plain_adamw(lab: Lab):
-    plain = lab.run("plain")
+    plain = lab.reference("plain")
     eight_bit = lab.run("eight", optimizer=EIGHT_BIT)
     # Honest: the losses of a tiny model over six steps; the README has a longer comparison.
     np.testing.assert_allclose(losses(eight_bit), losses(plain), rtol=2e-3)

@@ -104,7 +104,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_leaves_the_data_out(torch_or, lab
     # Steps 4 and 5 were done twice: of the data read before, none comes again.
     assert [step["samples"] for step in steps] == [8, 16, 24, 48, 56, 64]
     spoilt.clear()
-    plain = lab.run("plain", degrees, world_size)
+    plain = lab.reference("plain", degrees, world_size)
     assert losses(run)[:3] == losses(plain)[:3]
     # The batch that step 4 then read is that of step 6 of a plain run, on the weights of step 3.
     assert losses(run)[3] != losses(plain)[3]

@@ -29,7 +29,7 @@ def test_every_layout_drops_what_one_rank_drops(lab, name):
             pytest.skip("all layouts on torch, one elsewhere")
         degrees, ranks = {"cp": 2, "cp_method": "ring", "dp_shard": 1}, 2
     settings = {"training__steps": 2} | DROPOUT
-    expected = lab.run("one", **settings)
+    expected = lab.reference("one", **settings)
     run = lab.run("shared", degrees, ranks, training__micro_batch_size=2, **settings, **others)
     assert_same_losses(run, expected)
 
