@@ -60,6 +60,7 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._daemons: dict[str, subprocess.Popen] = {}
+        self._outputs: dict[str, Path] = {}
         self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH, "HP_DEVICE": "cpu"}
         # The names of the nodes do not resolve.
         self.environment |= {"HP_PLATFORM": "torch", "MASTER_ADDR": "127.0.0.1"}
@@ -119,14 +120,16 @@ class Slurm:
         shape = ["--nodes=2", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", "--overcommit"]
         command = ["sbatch", "--parsable", *shape, f"--output={folder}/{run}.out", "--open-mode=append", *options]
         config, nodes = ("run.yaml", []) if source is SCRIPT else ("nodes.yaml", ["2"])
-        return self.run(*command, str(script), config, str(folder / "runs" / run), *nodes, cwd=folder).strip()
+        job = self.run(*command, str(script), config, str(folder / "runs" / run), *nodes, cwd=folder).strip()
+        self._outputs[job] = folder / f"{run}.out"
+        return job
 
     def state(self, job: str) -> str:
         found = re.search(r"JobState=(\w+)", self.run("scontrol", "show", "job", job))
         return found[1] if found else ""
 
     def wait_for(self, job: str, *states: str) -> None:
-        wait_until(lambda: self.state(job) in states, f"job {job} to be {' or '.join(states)}")
+        wait_until(lambda: self.state(job) in states, f"job {job} to be {' or '.join(states)}", self._outputs[job])
 
     def _daemon(self, *command: str, name: str = "") -> None:
         log = (self._folder / f"{name or command[0]}.log").open("w")
@@ -135,8 +138,10 @@ class Slurm:
         )
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], what: str, output: Path | None = None) -> None:
+    """Wait until a condition holds. A failure quotes the job's `output`."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
+        said = output.read_text() if output is not None and output.exists() else ""
+        assert time.monotonic() < deadline, f"waited for {what}\n{said}"
         time.sleep(0.2)

@@ -67,7 +67,8 @@ def test_tasks_know_their_places(slurm, folder, faults) -> None:
 def test_a_job_whose_rank_is_killed_is_requeued_and_goes_on(slurm, folder, faults, undisturbed) -> None:
     (faults / "SIGKILL-1-5").touch()
     slurm.wait_for(slurm.submit(folder, "killed"), "COMPLETED", "FAILED")
-    assert [(each["size"], each["step"]) for each in starts_of(faults) if each["rank"] == 0] == [(4, 0), (4, 4)]
+    starts = [(each["size"], each["step"]) for each in starts_of(faults) if each["rank"] == 0]
+    assert starts == [(4, 0), (4, 4)], (folder / "killed.out").read_text()
     assert losses_of(folder, "killed") == undisturbed
 
 
@@ -88,7 +89,7 @@ def test_sigterm_requeues_a_job_with_a_checkpoint_and_two_tasks_go_on(slurm, fol
     (faults / "slow").touch()
     job = slurm.submit(folder, "ended")
     metrics = folder / "runs" / "ended" / "metrics.jsonl"
-    wait_until(lambda: any(event.get("step", 0) >= 3 for event in read_metrics(metrics)), "step 3")
+    wait_until(lambda: any(event.get("step", 0) > 2 for event in read_metrics(metrics)), "step 3", folder / "ended.out")
     # What Slurm does before the time is up, by the script's --signal.
     slurm.run("scancel", "--signal=TERM", job)
     slurm.wait_for(job, "PENDING")
@@ -107,7 +108,7 @@ def test_a_job_whose_node_goes_away_goes_on_when_there_is_one_again(slurm, folde
     (faults / "slow").touch()
     job = slurm.submit(folder, "lost")
     metrics = folder / "runs" / "lost" / "metrics.jsonl"
-    wait_until(lambda: any(event.get("step", 0) >= 3 for event in read_metrics(metrics)), "step 3")
+    wait_until(lambda: any(event.get("step", 0) > 2 for event in read_metrics(metrics)), "step 3", folder / "lost.out")
     slurm.lose_node("n1", [each["pid"] for each in starts_of(faults) if each["SLURM_NODEID"] == 1])
     slurm.wait_for(job, "PENDING")
     (faults / "slow").unlink()

@@ -37,7 +37,7 @@ SLURM = {
     "SLURM_STEP_NODELIST": "gpu[003-004]",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
-NAMES = {*TORCHRUN, *MSRUN, *SLURM}
+NAMES = {*TORCHRUN, *MSRUN, *SLURM, "SLURM_RESTART_COUNT"}
 
 
 @pytest.fixture
@@ -60,6 +60,7 @@ def environ(monkeypatch):
         ("torchrun", TORCHRUN, 4, "10.0.0.1:29500"),
         ("msrun", MSRUN, 1, "10.0.0.1:8118"),
         ("slurm", SLURM, 4, "gpu003:22123"),
+        ("slurm", {**SLURM, "SLURM_RESTART_COUNT": "2"}, 4, "gpu003:17961"),
         ("slurm", {**SLURM, "MASTER_ADDR": "head", "MASTER_PORT": "1234"}, 4, "head:1234"),
         ("slurm", {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, 2, "gpu003:22123"),
     ],

@@ -234,9 +234,10 @@ def _msrun(variables: _Variables) -> RankEnvironment:
 
 def _slurm(variables: _Variables) -> RankEnvironment:
     host = variables.environ.get("MASTER_ADDR") or first_host(variables.text("SLURM_STEP_NODELIST"))
-    job = variables.number("SLURM_JOB_ID")
-    # All ranks must derive the same port without communicating. It is below the range of outgoing connections.
-    port = variables.port("MASTER_PORT", 12_000 + job % 20_000)
+    job, restarts = variables.number("SLURM_JOB_ID"), variables.number("SLURM_RESTART_COUNT", 0)
+    # All ranks must derive the same port without communicating. It is below the range of outgoing connections. A job
+    # that is requeued because its port is in use meets at another one, which is none of the next jobs' either.
+    port = variables.port("MASTER_PORT", 12_000 + (job + 7_919 * restarts) % 20_000)
     tasks = variables.environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     return variables.check(
         RankEnvironment(
