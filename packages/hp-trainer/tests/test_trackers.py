@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import io
 import math
+import shutil
 import socket
 import struct
 import threading
@@ -110,6 +111,23 @@ def read_events(path: Path) -> Iterator:
         data = data[16 + length :]
 
 
+@pytest.fixture(scope="module")
+def empty_mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of MLflow without runs, whose tables take five seconds to create."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def mlflow_store(empty_mlflow_store: Path, tmp_path: Path) -> None:
+    """A store of MLflow in the folder of the run."""
+    shutil.copy(empty_mlflow_store, tmp_path)
+
+
+@pytest.mark.usefixtures("mlflow_store")
 def test_mlflow_has_one_run_with_every_step(tmp_path: Path, started) -> None:
     from mlflow.tracking import MlflowClient
 
@@ -123,6 +141,7 @@ def test_mlflow_has_one_run_with_every_step(tmp_path: Path, started) -> None:
     assert run.data.metrics["evaluation/loss"] == 2.0
 
 
+@pytest.mark.usefixtures("mlflow_store")
 def test_mlflow_store_that_fails_does_not_end_the_training(tmp_path: Path, started, capsys) -> None:
     tracker = MlflowTracker(MlflowConfig(), RUN_ID, tmp_path)
     tracker.start(started(0))
