@@ -249,12 +249,13 @@ def test_a_passed_file_ends_when_a_script_closes_it(fork_server, tmp_path):
 
 def test_the_server_ends_with_its_client_and_its_processes_go_on(numpy_platform):
     code = f"""
-        import subprocess, sys
+        import os, subprocess, sys
         from hp_dtensor.launch.fork_server import ForkServer
         server = ForkServer({numpy_platform!r})
-        child = "import os; print(os.getppid(), flush=True); input(); print(os.getppid(), flush=True)"
+        # Lines in one write, as two processes write them; an unbuffered `print` makes two.
+        child = "import os; os.write(1, b'%d\\\\n' % os.getppid()); input(); os.write(1, b'%d\\\\n' % os.getppid())"
         server.popen([sys.executable, "-c", child], start_new_session=True)
-        print(server._process.pid, flush=True)
+        os.write(1, b'%d\\n' % server._process.pid)
         input()
     """
     client = subprocess.Popen(
