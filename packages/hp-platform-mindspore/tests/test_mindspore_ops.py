@@ -202,6 +202,33 @@ def test_squares_of_half_precision_do_not_overflow(platform, name):
     np.testing.assert_allclose(result.asnumpy().reshape(wanted.shape), wanted, rtol=2**-10, atol=2**-10)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradients_of_repeated_rows_do_not_stop(platform, dtype):
+    index = platform.from_numpy(np.array([[1, 2], [1, 0]] * 1500))
+    x = platform.ops.cast(platform.from_numpy(np.ones((4, 2), np.float32)), platform.dtype(dtype))
+    platform.set_requires_grad(x, True)
+    rows = platform.ops.embedding(index, x)
+    # Backward uses the rows that forward has read.
+    platform.to_numpy(index)[:] = 3
+    (gradient,) = platform.grad([rows], [x], [platform.ops.ones(rows.shape, platform.dtype(dtype))])
+    sums = platform.to_numpy(platform.ops.cast(gradient, ms.float32))
+    # In half precision a sum of ones stays at 256 or 2048.
+    np.testing.assert_allclose(sums, [[1500] * 2, [3000] * 2, [1500] * 2, [0] * 2], rtol=TOLERANCES.get(dtype, 0))
+
+
+def test_rows_are_gathered_along_any_dimension_and_from_the_end(platform):
+    x = platform.from_numpy(np.arange(24, dtype=np.float32).reshape(2, 3, 4))
+    platform.set_requires_grad(x, True)
+    picked = platform.ops.index_select(x, 1, platform.from_numpy(np.array([2, -1, 0])))
+    np.testing.assert_array_equal(platform.to_numpy(picked), platform.to_numpy(x)[:, [2, 2, 0]])
+    (gradient,) = platform.grad([picked], [x], [platform.from_numpy(np.arange(24, dtype=np.float32).reshape(2, 3, 4))])
+    wanted = np.zeros((2, 3, 4), np.float32)
+    np.add.at(wanted, (slice(None), [2, 2, 0]), np.arange(24, dtype=np.float32).reshape(2, 3, 4))
+    np.testing.assert_array_equal(platform.to_numpy(gradient), wanted)
+    with pytest.raises(IndexError, match="an index is outside dimension 1 of 3 elements"):
+        platform.ops.index_select(x, 1, platform.from_numpy(np.array([3])))
+
+
 def test_sums_of_half_precision_do_not_stop(platform):
     ones = Tensor(np.ones(5000, np.float16))
     np.testing.assert_array_equal(platform.ops.cumsum(ones, 0).asnumpy(), np.arange(1, 5001).astype(np.float16))

@@ -45,6 +45,7 @@ from hp_platform_mindspore.ops.cpu_kernels import (
 )
 from hp_platform_mindspore.ops.cpu_kernels.creation import Generator, random_operations
 from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
+from hp_platform_mindspore.ops.cpu_kernels.pointwise import cast
 from hp_platform_mindspore.ops.cpu_kernels.shapes import tensor_split
 from hp_platform_mindspore.platform_base import Capabilities, MindSporeBase
 from hp_platform_mindspore.tensor.autograd import is_recording, turn_grad_flag_on
@@ -418,7 +419,7 @@ def _through_float32(kernel: Function) -> Function:
 
 
 def _cast(x: Any, source: Any, target: Any) -> Any:
-    return x.astype(target) if isinstance(x, Tensor) and x.dtype == source else x
+    return cast(x, target) if isinstance(x, Tensor) and x.dtype == source else x
 
 
 def _intercepting(platform: MindSporeBase, name: str, kernel: Function) -> Function:

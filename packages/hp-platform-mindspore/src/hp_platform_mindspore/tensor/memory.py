@@ -83,6 +83,14 @@ def store(target: Tensor, values: Array) -> None:
     np.copyto(host_view(target), values, casting="unsafe")
 
 
+def converted(values: Array, dtype: Any) -> Tensor:
+    """Return a CPU tensor of this dtype with the values of an array, in its memory where it has the dtype."""
+    if dtype == ms.bfloat16:
+        return share(encode(values), dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return share(values.astype(HOST_DTYPES[dtype], copy=False))
+
+
 def copy(target: Tensor, source: Tensor) -> None:
     """Overwrite a CPU tensor with another of as many elements, converted to its dtype."""
     if target.dtype == source.dtype:

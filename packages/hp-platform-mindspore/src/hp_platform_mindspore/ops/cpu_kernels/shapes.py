@@ -12,8 +12,10 @@ from mindspore import Tensor, mint, ops
 
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, selected_nothing
-from hp_platform_mindspore.tensor.autograd import custom_function, is_recording
-from hp_platform_mindspore.tensor.memory import numbers, share
+from hp_platform_mindspore.tensor.autograd import custom_function, is_recording, linear_map
+from hp_platform_mindspore.tensor.memory import converted, host_view, numbers, share
+
+Array = np.ndarray[Any, Any]
 
 
 def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
@@ -23,8 +25,39 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 def _pick(x: Tensor, dim: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
     if math.prod(shape) and x.size:
-        return ops.gather(x, index, dim)
+        return _taken(x, dim, numbers(index))
     return selected_nothing(x, shape)
+
+
+def _taken(x: Tensor, dim: int, index: Array) -> Tensor:
+    """Return `np.take(x, index, dim)`, with its gradients.
+
+    MindSpore compiles its own gather again for each shape, in milliseconds, and experts get another number of rows in
+    each step.
+    """
+    shape, size = tuple(x.shape), x.shape[dim]
+    # A new array, as the caller may overwrite the index before backward. Negative indices count from the end.
+    places = np.where(index < 0, index + size, index)
+    if places.min() < 0 or places.max() >= size:
+        raise IndexError(f"an index is outside dimension {dim} of {size} elements")
+
+    def take(t: Tensor) -> Tensor:
+        return share(host_view(t).take(places, dim), t.dtype)
+
+    return linear_map(x, take, lambda grad: _added_at(grad, dim, places, shape))
+
+
+def _added_at(x: Tensor, dim: int, places: Array, shape: tuple[int, ...]) -> Tensor:
+    """Return zeros of `shape` with the slices of `x` added at their places along `dim`."""
+    slices = numbers(x).reshape(*shape[:dim], places.size, *shape[dim + 1 :])
+    total = np.zeros(shape, slices.dtype)
+    # Slices for one place are adjacent after the sort, in the order in which they were. NumPy adds float16 in float32.
+    order = np.argsort(places, axis=None, kind="stable")
+    ordered = places.reshape(-1)[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
+    sums = np.add.reduceat(np.moveaxis(slices, dim, 0)[order], starts, axis=0)
+    np.moveaxis(total, dim, 0)[ordered[starts]] = sums
+    return converted(total, x.dtype)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
