@@ -105,6 +105,11 @@ def test_broadcast_of_what_is_not_contiguous(three_ranks, dtype):
     assert three_ranks.run(on_rank.broadcast_strided, dtype) == [[True] * 3] * 3
 
 
+def test_synchronous_collectives_of_a_backend_that_returns_no_work(two_ranks):
+    expected = [([[float(rank), 1.0]] * 2, [0.5]) for rank in range(2)]
+    assert two_ranks.run(on_rank.synchronous_without_work) == expected
+
+
 @pytest.mark.parametrize("ranks", SUBSETS)
 @pytest.mark.parametrize("lengths", [(3, 0, 5), (0, 0, 0)])
 @pytest.mark.parametrize("default_device", ["cpu", "meta"])

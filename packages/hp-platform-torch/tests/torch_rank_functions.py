@@ -157,6 +157,30 @@ def broadcast_strided(dtype_name):
     return found
 
 
+class _ReturnsNoWork:
+    """A backend whose synchronous collectives return None, as those of NCCL since torch 2.8."""
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def __getattr__(self, name):
+        return lambda *arguments: getattr(self._backend, name)(*arguments).wait() and None
+
+
+def synchronous_without_work():
+    """A broadcast into a strided view, and the average of two ranks, by a backend that returns no work."""
+    group, memory = current_world(PLATFORM).all, torch.full((2, 2), float(current_world(PLATFORM).rank))
+    backend = group.connection("cpu")
+    group._connections["cpu"] = _ReturnsNoWork(backend)
+    try:
+        group.broadcast(memory[:, 1], 1)
+        mean = torch.tensor([float(group.rank)])
+        group.all_reduce(mean, "avg")
+    finally:
+        group._connections["cpu"] = backend
+    return memory.tolist(), mean.tolist()
+
+
 def bytes_of_everyone(lengths, ranks, default_device):
     world = current_world(PLATFORM)
     if world.rank not in ranks:

@@ -49,14 +49,20 @@ def is_watched() -> bool:
 
 
 class Then:
-    """A communication followed by local work: `wait` waits for the communication, then calls `finish`, once."""
+    """A communication followed by local work: `wait` waits for the communication, then calls `finish`, once.
 
-    def __init__(self, work: Work, finish: Callable[[], object]) -> None:
+    Args:
+        work: None: a synchronous collective of NCCL, after which the current stream orders what follows.
+        finish: the local work.
+    """
+
+    def __init__(self, work: Work | None, finish: Callable[[], object]) -> None:
         self._work = work
         self._finish: Callable[[], object] | None = finish
 
     def wait(self) -> None:
-        self._work.wait()
+        if self._work is not None:
+            self._work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -231,7 +237,7 @@ class TorchGroup(ProcessGroup):
         # Backends sum real numbers only; a complex sum is the sum of (real, imaginary) pairs.
         summed = torch.view_as_real(x) if x.is_complex() else buffer
         options = _options(distributed_c10d.AllreduceOptions, async_op, reduceOp=REDUCE_OPS[op])
-        work: Work = self._channel(x.device.type).allreduce([summed], options)
+        work: Work | None = self._channel(x.device.type).allreduce([summed], options)
         if buffer is not x:
             work = Then(work, lambda: x.copy_(buffer))
         if op == "avg":
@@ -391,7 +397,7 @@ class TorchGroup(ProcessGroup):
         # Backends send consecutive memory, whatever the strides are.
         buffer = x.detach().contiguous()
         options = _options(distributed_c10d.BroadcastOptions, async_op, rootRank=source, rootTensor=0)
-        work: Work = self._channel(x.device.type).broadcast([movable(buffer)], options)
+        work: Work | None = self._channel(x.device.type).broadcast([movable(buffer)], options)
         if not x.is_contiguous():
             work = Then(work, lambda: x.detach().copy_(buffer))
         return settle(work, async_op)
