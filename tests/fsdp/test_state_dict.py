@@ -244,22 +244,40 @@ def test_one_name_of_a_tied_parameter_is_enough_and_non_strict_loading_reports(h
     run_ranks(rank, 3, hp_platform)
 
 
-class Twice(nn.Module):
-    """A norm of its own, and one that is registered under two names, with two buffers."""
+class Counting(nn.Module):
+    """A weight, an extra state, and two buffers, of which one has two names."""
 
     def __init__(self):
         super().__init__()
-        self.own, self.first = nn.RMSNorm(3), nn.RMSNorm(3)
-        self.second = self.first
+        self.norm, self.count = nn.RMSNorm(3), 0
         for name, persistent in (("seen", True), ("table", False)):
             zeros = self.platform.from_numpy(numpy.zeros(3, numpy.float32))
-            self.first.register_buffer(name, zeros, persistent=persistent)
+            self.register_buffer(name, zeros, persistent=persistent)
+        self.register_buffer("again", self.seen)
+
+    def forward(self, x):
+        return self.norm(x)
+
+    def get_extra_state(self):
+        return self.count
+
+    def set_extra_state(self, state):
+        self.count = state
+
+
+class Twice(nn.Module):
+    """A norm of its own, and a module that is registered under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.first = nn.RMSNorm(3), Counting()
+        self.second = self.first
 
     def forward(self, x):
         return self.second(self.first(self.own(x)))
 
 
-def test_a_shared_module_has_its_buffers_under_all_names(hp_platform):
+def test_a_shared_module_has_its_state_under_all_names(hp_platform):
     platform = hp_platform
     hooked = []
 
@@ -269,14 +287,19 @@ def test_a_shared_module_has_its_buffers_under_all_names(hp_platform):
         model.first._load_state_dict_pre_hooks[1] = lambda state_dict, prefix, *rest: hooked.append(prefix)
         fully_shard(model, init_device_mesh(platform.device_types[0], (2,), platform=platform))
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-        names = ["first.seen", "first.weight", "own.weight", "second.seen", "second.weight"]
+        shared = ["_extra_state", "again", "norm.weight", "seen"]
+        names = [*(f"first.{name}" for name in shared), "own.weight", *(f"second.{name}" for name in shared)]
         assert sorted(full) == sorted(model.state_dict()) == sorted(plain.state_dict()) == names
         new = {name: numpy.full(3, 1 + int(name != "own.weight"), numpy.float32) for name in names}
-        assert model.load_state_dict({name: platform.from_numpy(value) for name, value in new.items()}) == ([], [])
-        _check_loaded(platform, model, new)
+        new |= {name: 7 for name in names if name.endswith("_extra_state")}
+        given = {name: x if isinstance(x, int) else platform.from_numpy(x) for name, x in new.items()}
+        assert model.load_state_dict(given) == ([], [])
+        assert model.first.count == 7
+        _check_loaded(platform, model, {name: x for name, x in new.items() if not isinstance(x, int)})
         # One of the names is enough.
-        del new["first.seen"], new["second.weight"]
-        assert model.load_state_dict({name: platform.from_numpy(value) for name, value in new.items()}) == ([], [])
+        for name in ("first.seen", "first.again", "second.again", "second.norm.weight", "second._extra_state"):
+            del given[name]
+        assert model.load_state_dict(given) == ([], [])
 
     run_ranks(rank, 2, platform)
     assert sorted(hooked) == ["first."] * 4 + ["second."] * 4

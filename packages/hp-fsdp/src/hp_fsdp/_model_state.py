@@ -68,14 +68,17 @@ NamedModules = Sequence[tuple[str, Module]]
 
 
 def persistent_buffers(platform: Platform, modules: NamedModules) -> dict[str, Tensor]:
-    """Return the buffers that belong into a state dict."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in modules
-        for name, buffer in platform.named_buffers(module)
-        # PyTorch and MindSpore mark the others by the same attribute.
-        if "." not in name and name not in getattr(module, "_non_persistent_buffers_set", ())
-    }
+    """Return the buffers that belong into a state dict, under all of their names."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in modules:
+        own = {name: buffer for name, buffer in platform.named_buffers(module) if "." not in name}
+        # These have one name of a tensor that is registered twice. PyTorch and MindSpore store all in one attribute,
+        # and mark those that do not belong into a state dict by another.
+        known = {id(buffer) for buffer in own.values()}
+        own |= {name: buffer for name, buffer in getattr(module, "_buffers", {}).items() if id(buffer) in known}
+        excluded = getattr(module, "_non_persistent_buffers_set", ())
+        found |= {f"{prefix}.{name}" if prefix else name: own[name] for name in own if name not in excluded}
+    return found
 
 
 def extra_states(platform: Platform, modules: NamedModules) -> dict[str, Module]:

@@ -169,7 +169,7 @@ def set_model_state_dict(
     missing = _missing(targets, values)
     if options.ignore_frozen_params:
         missing = [name for name in missing if name not in parameters or platform.requires_grad(parameters[name])]
-    problems.missing += missing + [key for key in extra if key not in values]
+    problems.missing += missing + _missing(extra, values)
     problems.unexpected += [key for key in values if key not in targets and key not in extra]
     settled_by_hooks = _state.has_load_post_hooks(modules)
     strict = options.strict and not settled_by_hooks
@@ -377,8 +377,8 @@ class _Collector:
 # Setting -------------------------------------------------------------------------------------------------
 
 
-def _missing(targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:
-    """Return the names without a value, except for those of parameters with a value under another name."""
+def _missing(targets: Mapping[str, Tensor | Module], values: Mapping[str, Any]) -> list[str]:
+    """Return the names without a value, except for those of targets with a value under another name."""
     given = {id(targets[name]) for name in values if name in targets}
     return [name for name, target in targets.items() if name not in values and id(target) not in given]
 
