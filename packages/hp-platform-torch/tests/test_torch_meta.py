@@ -65,6 +65,18 @@ def test_another_mesh_gets_no_data():
     assert run_ranks(run, 2, "torch") == [(True, (4, 1)), (True, (4, 2))]
 
 
+def test_a_rank_outside_the_mesh_has_no_data_either():
+    def run():
+        source, target = (DeviceMesh("cpu", (2,), ranks=ranks) for ranks in ((0, 1), (1, 2)))
+        x = distribute_tensor(torch.empty(5, 3, device="meta"), source, [Shard(0)]).requires_grad_()
+        y = x.redistribute(target, [Shard(1)]).to_local()
+        y.sum().backward()
+        return y.is_meta, tuple(y.shape), x.grad.to_local().is_meta, tuple(x.grad.to_local().shape)
+
+    expected = [(True, (0, 0), True, (3, 3)), (True, (5, 2), True, (2, 3)), (True, (5, 1), True, (0, 0))]
+    assert run_ranks(run, 3, "torch") == expected
+
+
 def test_redistributions_without_data_are_recorded():
     def run():
         mesh = init_device_mesh("cpu", (2,))

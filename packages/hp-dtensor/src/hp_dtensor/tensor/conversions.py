@@ -101,9 +101,11 @@ def _distributed(tensor: Tensor, target: TensorSpec, src_data_rank: int | None) 
     if not platform.is_meta(tensor):
         tensor = _broadcast(tensor, mesh, src_data_rank)
     replicated = target.with_placements(replicated_on(mesh))
-    # A rank outside the mesh holds an empty tensor of the same number of dimensions.
+    # A rank outside the mesh holds an empty tensor of the same number of dimensions. It has no data if none has any:
+    # otherwise this rank alone would communicate in redistributions to other meshes.
     if mesh.get_coordinate() is None:
-        return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype), target)
+        device = platform.device_of(tensor) if platform.is_meta(tensor) else None
+        return platform.wrap(platform.empty((0,) * target.ndim, tensor.dtype, device), target)
     # Every rank has the full tensor by now, so sharding it is a local slice.
     return platform.wrap(plan_between(replicated, target, platform.itemsize(target.dtype)).run(tensor), target)
 
