@@ -207,6 +207,21 @@ def test_a_rank_outside_the_mesh_passes_something_and_holds_nothing(hp_platform:
     run_ranks(_on_some_ranks, 2, hp_platform, hp_platform)
 
 
+def _shape_in_a_list(platform: Platform) -> None:
+    class Listed(platform.Tensor):  # type: ignore[name-defined]
+        shape = property(lambda self: list(platform.Tensor.shape.__get__(self)))
+
+    local = _numbers(platform, 2, 3).as_subclass(Listed)
+    assert type(local.shape) is list
+    x = from_local(local, _mesh(platform), [Shard(0)])
+    assert (tuple(x.shape), x.spec.local_shape) == ((4, 3), (2, 3))
+
+
+def test_shapes_may_be_lists(torch_suffices: None, hp_platform: Platform) -> None:
+    """As those of PaddlePaddle's tensors are."""
+    run_ranks(_shape_in_a_list, 2, hp_platform, hp_platform)
+
+
 def _uneven_parts(platform: Platform) -> None:
     mesh = _mesh(platform)
     rows = 3 - mesh.get_local_rank()

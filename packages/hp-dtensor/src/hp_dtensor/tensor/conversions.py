@@ -173,7 +173,8 @@ def from_local(
     if isinstance(local, DTensorBase):
         raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
     device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
-    platform, local_shape = device_mesh.platform, local.shape
+    # The shape of some frameworks' tensors is a list.
+    platform, local_shape = device_mesh.platform, tuple(local.shape)
     global_shape = None if shape is None else integers("from_local", shape)
     # A collective: all ranks of the mesh make it or none. A rank outside the mesh has no shard to check.
     if (run_check or rank_checks.is_checking()) and device_mesh.get_coordinate() is not None:
