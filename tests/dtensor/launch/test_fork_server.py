@@ -137,6 +137,8 @@ def test_ignored_signals_stay_ignored(fork_server):
     ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
     ("raise ValueError('reported')", 1),
     ("import sys; sys.exit('reported')", 1),
+    ("import sys; sys.exit(None)", 0),
+    ("import sys; print('reported', file=sys.stderr, end=''); sys.exit('')", 1),
     # Its thread is idle, and no daemon.
     ("from concurrent.futures import ThreadPoolExecutor; pool = ThreadPoolExecutor(1); pool.submit(int)", 0),
 ])  # fmt: skip

@@ -454,7 +454,7 @@ def _run(request: _Request) -> NoReturn:
         else:
             exec(compile(request.program, "<string>", "exec"), sys.modules["__main__"].__dict__)
     except SystemExit as leaving:
-        code = leaving.code or 0
+        code = 0 if leaving.code is None else leaving.code
         if not isinstance(code, int):
             print(code, file=sys.stderr)
             code = 1
