@@ -20,7 +20,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -30,10 +30,13 @@ from hp_dtensor.comm.process_group import Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_fsdp.storage import GATHER_METHODS, GatherExtension, Gradients, ParameterStorage, Place, moved_to_front
+from hp_fsdp.storage import GATHER_METHODS, GatherExtension, Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.tensor.dtensor import TorchDTensor, wrap_in_place
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
 from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad
+
+if TYPE_CHECKING:
+    from hp_fsdp.storage import Place  # absent from hp-fsdp 0.1.3, which works too
 
 Tensor = torch.Tensor
 
