@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -74,9 +75,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "engines_core: run by the session of this name, which is a default one")
 
 
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a configuration and its text, and the plugin where processes that start later find it."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of an engine with a configuration and its text, and the plugin where its processes find it."""
     folder = tmp_path_factory.mktemp("engines")
     letters = np.random.default_rng(3).choice(list("abcdefgh \n"), 4000)
     (folder / "corpus.txt").write_text("".join(letters))
@@ -87,10 +88,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (metadata / "entry_points.txt").write_text("[hp_trainer]\nfaults = faults_plugin\n")
     (folder / "plugins" / "faults_plugin.py").write_text(PLUGIN)
     (folder / "faults").mkdir()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder / "plugins"), os.environ.get("PYTHONPATH", "")])
-    os.environ["HP_TEST_FAULTS"] = str(folder / "faults")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    return folder
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder / "plugins"), prepend=os.pathsep)
+        patch.setenv("HP_TEST_FAULTS", str(folder / "faults"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield folder
 
 
 @pytest.fixture

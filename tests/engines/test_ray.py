@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "clusters"
 STARTS = 3
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[Cluster]:
     """One node with two CPUs. Nodes have the environment of their start, the plugin's path included."""
     cluster = start_cluster()
@@ -91,7 +91,7 @@ def losses_of(folder: Path, name: str) -> list[float]:
     return [event["loss"] for event in steps]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def undisturbed(folder: Path) -> Callable[[int], list[float]]:
     """Returns the losses of that many ranks which hp-train itself starts, and which nothing disturbs."""
 
