@@ -105,6 +105,11 @@ def test_broadcast_of_what_is_not_contiguous(three_ranks, dtype):
     assert three_ranks.run(on_rank.broadcast_strided, dtype) == [[True] * 3] * 3
 
 
+@pytest.mark.parametrize(("dtype", "op"), [("float32", "avg"), ("int16", "sum"), ("complex64", "sum")])
+def test_all_reduce_of_what_is_not_contiguous(three_ranks, dtype, op):
+    assert three_ranks.run(on_rank.all_reduce_strided, dtype, op) == [[True] * 3] * 3
+
+
 def test_synchronous_collectives_of_a_backend_that_returns_no_work(two_ranks):
     expected = [([[float(rank), 1.0]] * 2, [0.5]) for rank in range(2)]
     assert two_ranks.run(on_rank.synchronous_without_work) == expected

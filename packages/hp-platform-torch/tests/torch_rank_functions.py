@@ -157,6 +157,19 @@ def broadcast_strided(dtype_name):
     return found
 
 
+def all_reduce_strided(dtype_name, op):
+    """Reductions of views of other memory orders, each returned with the memory around it."""
+    group, dtype = current_world(PLATFORM).all, PLATFORM.dtype(dtype_name)
+    found = []
+    for view in (torch.t, lambda x: x[:, ::2], lambda x: x[1:, 1:3]):
+        memory, expected = (_values(dtype, 24, group.rank).view(4, 6) for _ in range(2))
+        group.all_reduce(view(memory), op)
+        every = torch.stack([view(_values(dtype, 24, rank).view(4, 6)) for rank in range(group.size)])
+        view(expected).copy_(every.sum(0) / (group.size if op == "avg" else 1))
+        found.append(torch.allclose(memory, expected))
+    return found
+
+
 class _ReturnsNoWork:
     """A backend whose synchronous collectives return None, as those of NCCL since torch 2.8."""
 

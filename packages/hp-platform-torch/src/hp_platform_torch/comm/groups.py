@@ -234,12 +234,15 @@ class TorchGroup(ProcessGroup):
             return DONE
         check_reduction(x, op)
         buffer = x.to(torch.int32) if x.dtype in CAPABILITIES[x.device.type].as_int32 else x
+        if not buffer.is_contiguous():
+            # Gloo reduces consecutive memory, whatever the strides are.
+            buffer = buffer.detach().contiguous()
         # Backends sum real numbers only; a complex sum is the sum of (real, imaginary) pairs.
-        summed = torch.view_as_real(x) if x.is_complex() else buffer
+        summed = torch.view_as_real(buffer) if x.is_complex() else buffer
         options = _options(distributed_c10d.AllreduceOptions, async_op, reduceOp=REDUCE_OPS[op])
         work: Work | None = self._channel(x.device.type).allreduce([summed], options)
         if buffer is not x:
-            work = Then(work, lambda: x.copy_(buffer))
+            work = Then(work, lambda: x.detach().copy_(buffer))
         if op == "avg":
             # Not every backend has an average. Dividing after the sum rounds once, in the same way on all backends.
             work = Then(work, lambda: x.div_(self.size))
