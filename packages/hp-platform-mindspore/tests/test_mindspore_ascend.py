@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from types import SimpleNamespace
+from unittest import mock
 
 import mindspore as ms
 import mindspore.mint.distributed as dist
@@ -18,9 +19,11 @@ from hp_dtensor.exceptions import CapabilityError, PlatformError
 from hp_dtensor.parallel.attention import AttentionMask, attention
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore import process_groups, world
+from hp_platform_mindspore.ops.cpu_kernels import reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.products import scaled_dot_product_attention
 from hp_platform_mindspore.ops.namespace import build_ops
 from hp_platform_mindspore.platform_base import ASCEND, CPU, choose_device
+from hp_platform_mindspore.tensor import memory
 
 # The device of a rank ------------------------------------------------------------------------------------
 
@@ -258,6 +261,34 @@ def test_each_rank_calls_it_with_its_shard(on_ascend, monkeypatch):
     for found in run_ranks(program, 2, on_ascend):
         np.testing.assert_array_equal(found, expected)
     assert flash.calls == 3
+
+
+# Memory of the device ------------------------------------------------------------------------------------
+
+COMPOSED = {
+    "cast": lambda ops, x: ops.cast(x, ms.float16),
+    "norm of float16": lambda ops, x: reductions.norm(ops.cast(x, ms.float16)),
+    "elements with steps": lambda ops, x: shapes.getitem(x, (slice(None, None, 2), slice(1, 4, 2))),
+    "rows": lambda ops, x: shapes.index_select(x, 0, Tensor([2, 0])),
+}
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_kernels_that_ascend_shares_do_not_read_the_memory_of_the_device(on_ascend, monkeypatch, name):
+    ops = build_ops(on_ascend)
+
+    def call():
+        x = on_ascend.from_numpy(np.arange(20, dtype=np.float32).reshape(4, 5))
+        on_ascend.set_requires_grad(x, True)
+        y = COMPOSED[name](ops, x)
+        (gradient,) = on_ascend.grad([y], [x], [Tensor(np.ones(y.shape, y.asnumpy().dtype))])
+        return y.asnumpy(), gradient.asnumpy()
+
+    expected = call()
+    monkeypatch.setattr(memory, "_device_is_host", lambda: False)
+    monkeypatch.setattr(memory, "_Memory", mock.Mock(side_effect=AssertionError("the host read the device's memory")))
+    for found, wanted in zip(call(), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_an_average_of_integers_is_refused_before_it_is_sent(platform, monkeypatch):

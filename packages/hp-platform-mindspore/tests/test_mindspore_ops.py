@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 
+from hp_dtensor.platform.attention import BlockScores
 from hp_dtensor.testing.conformance.test_ops import cases
 
 CASES = cases()
@@ -227,6 +228,31 @@ def test_rows_are_gathered_along_any_dimension_and_from_the_end(platform):
     np.testing.assert_array_equal(platform.to_numpy(gradient), wanted)
     with pytest.raises(IndexError, match="an index is outside dimension 1 of 3 elements"):
         platform.ops.index_select(x, 1, platform.from_numpy(np.array([3])))
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinite_gradients_and_casts_out_of_range_are_not_warned_of(platform):
+    x = platform.from_numpy(np.array([np.inf, -np.inf, np.nan, 1e300]))
+    for name in ("bfloat16", "float16", "float32", "int32", "bool"):
+        assert platform.dtype_name(platform.ops.cast(x, platform.dtype(name)).dtype) == name
+    rows = platform.from_numpy(np.ones((2, 1), np.float32))
+    platform.set_requires_grad(rows, True)
+    picked = platform.ops.index_select(rows, 0, platform.from_numpy(np.array([0, 0, 1], np.int8)))
+    infinite = platform.from_numpy(np.array([[np.inf], [-np.inf], [1]], np.float32))
+    (gradient,) = platform.grad([picked], [rows], [infinite])
+    np.testing.assert_array_equal(platform.to_numpy(gradient), [[np.nan], [1]])
+    huge = platform.from_numpy(np.full((1, 1, 2, 4), 1e20, np.float32))
+    lse = platform.from_numpy(np.ones((1, 1, 2), np.float32))
+    scores = BlockScores(1.0, is_causal=True)
+    out, _ = platform.attention_block(huge, huge, huge, scores)
+    grads = platform.attention_block_grad(huge, huge, huge, huge, out, lse, scores)
+    assert not np.isfinite([platform.to_numpy(x) for x in grads]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.complex64])
+def test_rows_of_other_dtypes_are_gathered_by_mindspore(platform, dtype):
+    x = platform.from_numpy(np.array([[1], [2], [3]], dtype))
+    assert platform.ops.index_select(x, 0, platform.from_numpy(np.array([2, 0]))).asnumpy().tolist() == [[3], [1]]
 
 
 def test_sums_of_half_precision_do_not_stop(platform):

@@ -232,6 +232,8 @@ _ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS,
 
 NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
     **{name: kernel for name, kernel in table.KERNELS.items() if name not in _ON_HOST},
+    # Unlike that of the CPU, which reads host memory, it can be compiled by `mindspore.jit`.
+    "cast": lambda x, dtype: x if x.dtype == dtype else x.astype(dtype),
     **{name: getattr(F, name, None) or getattr(mint, name) for name in _OWN.split()},
     "full": lambda shape, value, dtype: mint.full(tuple(shape), value, dtype=dtype),
     "arange": lambda end, dtype: mint.arange(end, dtype=dtype),

@@ -6,6 +6,7 @@ MindSpore registers for it crashes when copied; so on the host a bfloat16 is its
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -30,6 +31,17 @@ HOST_DTYPES: dict[Any, np.dtype[Any]] = {
     dtype: np.dtype("uint16" if name == "bfloat16" else name) for name, dtype in DTYPES.items()
 }
 FLOATING = frozenset(DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16"))
+
+
+@functools.cache
+def _device_is_host() -> bool:
+    # MindSpore fixes the device of a process at the first operation, and takes 35 us to report it.
+    return str(ms.get_context("device_target")) == "CPU"
+
+
+def is_readable(x: Tensor) -> bool:
+    """Return whether NumPy can compute with a tensor in place: the device is the CPU, and NumPy has the dtype."""
+    return x.dtype in HOST_DTYPES and _device_is_host()
 
 
 class _Memory:
@@ -85,9 +97,9 @@ def store(target: Tensor, values: Array) -> None:
 
 def converted(values: Array, dtype: Any) -> Tensor:
     """Return a CPU tensor of this dtype with the values of an array, in its memory where it has the dtype."""
-    if dtype == ms.bfloat16:
-        return share(encode(values), dtype)
     with np.errstate(over="ignore", invalid="ignore"):
+        if dtype == ms.bfloat16:
+            return share(encode(values), dtype)
         return share(values.astype(HOST_DTYPES[dtype], copy=False))
 
 

@@ -55,12 +55,14 @@ class HostAttention(AttentionInterface):
 
 
 _HOST = HostAttention()
+# A query that sees no key has minus infinity as its logarithm, and a scaled loss may have infinite gradients. A
+# framework warns of neither.
+_SILENT: Any = dict.fromkeys(("divide", "over", "invalid"), "ignore")
 
 
 def block(query: Tensor, key: Tensor, value: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
     """Compute `Platform.attention_block` of CPU tensors."""
-    # The logarithm of a query's sum is minus infinity where it sees no key.
-    with np.errstate(divide="ignore"):
+    with np.errstate(**_SILENT):
         return _tensors(_HOST.attention_block(*_arrays(query, key, value), _on_host(scores)))
 
 
@@ -68,7 +70,8 @@ def block_grad(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `Platform.attention_block_grad` of CPU tensors."""
-    return _tensors(_HOST.attention_block_grad(*_arrays(grad, query, key, value, out, lse), _on_host(scores)))
+    with np.errstate(**_SILENT):
+        return _tensors(_HOST.attention_block_grad(*_arrays(grad, query, key, value, out, lse), _on_host(scores)))
 
 
 def _arrays(*tensors: Tensor) -> list[Array]:

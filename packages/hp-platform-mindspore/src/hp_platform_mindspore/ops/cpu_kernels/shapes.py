@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, ops
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, selected_nothing
 from hp_platform_mindspore.tensor.autograd import custom_function, is_recording, linear_map
-from hp_platform_mindspore.tensor.memory import converted, host_view, numbers, share
+from hp_platform_mindspore.tensor.memory import converted, host_view, is_readable, numbers, share
 
 Array = np.ndarray[Any, Any]
 
@@ -24,9 +24,12 @@ def index_select(x: Tensor, dim: int, index: Tensor) -> Tensor:
 
 
 def _pick(x: Tensor, dim: int, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if math.prod(shape) and x.size:
+    if not math.prod(shape) or not x.size:
+        return selected_nothing(x, shape)
+    # Kernels for Ascend gather too, for instance to index with steps.
+    if is_readable(x) and is_readable(index):
         return _taken(x, dim, numbers(index))
-    return selected_nothing(x, shape)
+    return ops.gather(x, index, dim)
 
 
 def _taken(x: Tensor, dim: int, index: Array) -> Tensor:
@@ -36,8 +39,10 @@ def _taken(x: Tensor, dim: int, index: Array) -> Tensor:
     each step.
     """
     shape, size = tuple(x.shape), x.shape[dim]
-    # A new array, as the caller may overwrite the index before backward. Negative indices count from the end.
-    places = np.where(index < 0, index + size, index)
+    # A new array, as the caller may overwrite the index before backward.
+    places = index.astype(np.int64)
+    # Negative indices count from the end.
+    places[places < 0] += size
     if places.min() < 0 or places.max() >= size:
         raise IndexError(f"an index is outside dimension {dim} of {size} elements")
 
@@ -55,7 +60,9 @@ def _added_at(x: Tensor, dim: int, places: Array, shape: tuple[int, ...]) -> Ten
     order = np.argsort(places, axis=None, kind="stable")
     ordered = places.reshape(-1)[order]
     starts = np.flatnonzero(np.diff(ordered, prepend=-1))
-    sums = np.add.reduceat(np.moveaxis(slices, dim, 0)[order], starts, axis=0)
+    # Gradients may be infinite, as where a loss is scaled.
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = np.add.reduceat(np.moveaxis(slices, dim, 0)[order], starts, axis=0)
     np.moveaxis(total, dim, 0)[ordered[starts]] = sums
     return converted(total, x.dtype)
 
