@@ -150,6 +150,18 @@ def test_the_end_of_a_process_is_reported(fork_server, code, expected):
     assert err.endswith("reported\n") if expected == 1 else err == ""
 
 
+def test_a_file_that_a_program_leaves_open_has_all_that_was_written(fork_server, tmp_path):
+    code = """
+        import sys
+        text, data = open(sys.argv[1], "w"), open(sys.argv[2], "wb")
+        text.write("last"), data.write(b"1")
+    """
+    process = start(fork_server, code, str(tmp_path / "text"), str(tmp_path / "data"))
+    process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert ((tmp_path / "text").read_text(), (tmp_path / "data").read_text()) == ("last", "1")
+
+
 def test_the_environment_of_a_forked_process_is_recorded(fork_server, tmp_path):
     process = start(fork_server, "input()", env={**os.environ, RECORDS: str(tmp_path), "A": "1"})
     assert "A=1" in environment_of(process.pid, tmp_path)

@@ -10,6 +10,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import operator
 import os
 import pickle
@@ -492,12 +493,18 @@ def next_generation(*, hung: bool = False) -> Generation | None:
     return _member.next_generation(hung=hung)
 
 
+_BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+
+
 def exit_process(code: int) -> NoReturn:
     """Exit with `os._exit` as multiprocessing does: framework threads may abort a finalizing interpreter."""
     # Ends the idle threads of executors, and waits for all others that are no daemons.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    # Files that the program has left open, of which Python writes the last lines when it deletes them, and standard
+    # output. Text first, as its lines go to a buffer of bytes.
+    left = [each for each in gc.get_objects() if type(each) in _BUFFERED]
+    for stream in (*sorted(left, key=lambda each: _BUFFERED.index(type(each))), sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
