@@ -275,7 +275,7 @@ class Reasons:
         if not dims.pp_enabled:
             return self._stages[stage]
         schedule = dims.pp, checked_microbatches(config, dims)
-        # A schedule is built and simulated to check it.
+        # A schedule is built to check it, and simulated unless it is built in.
         if schedule not in self._schedules:
             self._schedules[schedule] = _reasons(schedule_problems(dims, config, is_shortened=True))
         numbers = itertools.chain(microbatch_problems(dims, config), limit_problems(dims, config))
