@@ -58,7 +58,7 @@ FOUR_RANKS = {
 }
 
 
-_references: dict[str, RunFolder] = {}
+_references: dict[tuple[str, bytes], RunFolder] = {}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class Lab:
         self, name: str, degrees: dict[str, Any] | None = None, world_size: int = 1, **overrides: Any
     ) -> RunFolder:
         """A copy of such a run, which is trained once in this process: not for tests that change how runs train."""
-        key = str((self.platform.name, degrees or {}, world_size, sorted(overrides.items())))
+        # A test may have written another text.
+        settings = str((self.platform.name, degrees or {}, world_size, sorted(overrides.items())))
+        key = settings, self.text.read_bytes()
         if key not in _references:
             _references[key] = self.run(f"reference-{len(_references)}", degrees, world_size, **overrides)
         return RunFolder(shutil.copytree(_references[key].path, self.folder / name))
