@@ -16,6 +16,7 @@ from hp_trainer.metrics import (
     PictureTracker,
     ProgressTracker,
     draw_loss_curve,
+    keep_steps,
     read_metrics,
 )
 from hp_trainer.metrics.pictures import draw_losses, running_means
@@ -134,6 +135,15 @@ def test_a_damaged_line_is_reported_and_skipped(tmp_path: Path, run, capsys, dam
     tracker.finish()
     assert capsys.readouterr().err.startswith(f"hp-train: {path}, line 2 is damaged and is skipped: {problem}")
     assert [event["event"] for event in read_metrics(path)] == ["step", "step", "start"]
+
+
+def test_a_resumed_run_retains_events_with_fields_of_other_types(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    given = [{"event": "mine", "loss": "low"}, {"event": "step", "step": 2, "metrics": [1]}, {"event": "st", "step": 4}]
+    path.write_text("".join(json.dumps(event) + "\n" for event in given) + '{"event": "st')
+    keep_steps(path, 3)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == given[:2]
+    assert list(read_metrics(path)) == []
 
 
 def test_progress_without_a_terminal_is_plain_lines(run) -> None:

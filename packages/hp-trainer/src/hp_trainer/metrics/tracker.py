@@ -236,32 +236,37 @@ class JsonLinesTracker(Tracker):
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a metrics file in order, skipping damaged lines, such as one truncated by a crash."""
-    for _, event, _ in _lines(path):
-        if event is not None:
+    for _, event, problem in _lines(path):
+        if not problem:
             yield event
 
 
 def report_damaged_lines(path: Path) -> None:
     """Print the damaged lines of a metrics file for the user. A crash may truncate the last one, which is not named."""
-    lines = list(_lines(path))
-    for number, event, problem in lines:
-        if event is None and number != len(lines):
+    problems = [(number, problem) for number, _, problem in _lines(path)]
+    for number, problem in problems[:-1]:
+        if problem:
             report(f"{path}, line {number} is damaged and is skipped: {problem}")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None, str]]:
-    """Yield the number and the event of each line; the event of a damaged line is None, with the reason."""
+def _lines(path: Path) -> Iterator[tuple[int, Any, str]]:
+    """Yield the number and the JSON value of each line, None for other text, and what is damaged in it or ""."""
     if not path.is_file():
         return
     # A crash may leave bytes that are not UTF-8.
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
-                _EVENTS.get(_Event.model_validate_json(line).event, _Event).model_validate_json(line)
-                event, problem = json.loads(line), ""
+                value = json.loads(line)
+            except (ValueError, RecursionError):
+                value = None
+            kind = str(value.get("event")) if isinstance(value, dict) else ""
+            try:
+                _EVENTS.get(kind, _Event).model_validate_json(line)
+                problem = "" if value is not None else "expected a JSON object"
             except ValidationError as error:
-                event, problem = None, mismatch(error)
-            yield number, event, problem
+                problem = mismatch(error)
+            yield number, value, problem
 
 
 # Numbers that are not finite are text, see `strict_json`.
@@ -310,10 +315,14 @@ _EVENTS: dict[str, type[_Event]] = {"start": _Start, "step": _AtStep, "evaluatio
 
 
 def keep_steps(path: Path, last_step: int) -> None:
-    """Drop the events after `last_step`, replacing the file atomically."""
+    """Drop the events after `last_step`, and lines that are no events, replacing the file atomically.
+
+    Events of which `read_metrics` cannot read a field are retained: they may be a plugin's.
+    """
     if not path.is_file():
         return
-    retained = [event for event in read_metrics(path) if event.get("step", 0) <= last_step]
+    events = [value for _, value, _ in _lines(path) if isinstance(value, dict) and isinstance(value.get("event"), str)]
+    retained = [each for each in events if isinstance(step := each.get("step", 0), int) and 0 <= step <= last_step]
     write_atomically(path, "".join(strict_json(event) + "\n" for event in retained))
 
 
