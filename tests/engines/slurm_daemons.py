@@ -112,14 +112,16 @@ class Slurm:
         done = subprocess.run(command, env=self.environment, cwd=cwd, stdout=subprocess.PIPE, text=True)
         return done.stdout
 
-    def submit(self, folder: Path, run: str, *options: str, tasks: int = 2, source: Path = SCRIPT) -> str:
+    def submit(
+        self, folder: Path, run: str, *options: str, tasks: int = 2, source: Path = SCRIPT, config: str = "run.yaml"
+    ) -> str:
         """Submit the script, without GPUs, and return the number of the job."""
         script = folder / source.name
         script.write_text(re.sub("#SBATCH --gpus-per.*\n", "", source.read_text()))
         # CPUs of one machine are shared by both nodes, and perhaps by more tasks.
         shape = ["--nodes=2", f"--ntasks-per-node={tasks}", "--cpus-per-task=1", "--overcommit"]
         command = ["sbatch", "--parsable", *shape, f"--output={folder}/{run}.out", "--open-mode=append", *options]
-        config, nodes = ("run.yaml", []) if source is SCRIPT else ("nodes.yaml", ["2"])
+        nodes = [] if source is SCRIPT else ["2"]
         job = self.run(*command, str(script), config, str(folder / "runs" / run), *nodes, cwd=folder).strip()
         self._outputs[job] = folder / f"{run}.out"
         return job

@@ -75,7 +75,7 @@ def test_a_job_whose_rank_is_killed_is_requeued_and_goes_on(slurm, folder, fault
 def test_a_rank_that_is_killed_costs_a_step_and_the_others_go_on(slurm, folder, faults, undisturbed) -> None:
     (faults / "SIGKILL-3-5").touch()
     (folder / "nodes.yaml").write_text((folder / "run.yaml").read_text() + NODES)
-    job = slurm.submit(folder, "replaced", tasks=1, source=NODES_SCRIPT)
+    job = slurm.submit(folder, "replaced", tasks=1, source=NODES_SCRIPT, config="nodes.yaml")
     slurm.wait_for(job, "COMPLETED", "FAILED")
     starts = starts_of(faults)
     pids = {rank: {each["pid"] for each in starts if each["rank"] == rank} for rank in range(4)}
@@ -116,6 +116,16 @@ def test_a_job_whose_node_goes_away_goes_on_when_there_is_one_again(slurm, folde
     slurm.wait_for(job, "COMPLETED", "FAILED")
     assert len([each for each in starts_of(faults) if each["rank"] == 0]) == 2
     assert losses_of(folder, "lost") == undisturbed
+
+
+def test_a_job_with_invalid_input_is_not_started_again(slurm, folder, faults) -> None:
+    (folder / "wrong.yaml").write_text((folder / "run.yaml").read_text() + "parallel: {tp: 3}\n")
+    job = slurm.submit(folder, "wrong", config="wrong.yaml")
+    slurm.wait_for(job, "COMPLETED", "FAILED")
+    said = (folder / "wrong.out").read_text()
+    assert "Restarts=0" in slurm.run("scontrol", "show", "job", job)
+    assert "parallel.tp" in said, said
+    assert starts_of(faults) == []
 
 
 def test_the_script_gives_ranks_time_to_save() -> None:
