@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch_samples import TORCH_SAMPLES
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import all_samples, run_ranks
@@ -35,7 +36,7 @@ def _forms_of_torch() -> list[Sample]:
     return list(module.SAMPLES)
 
 
-SAMPLES = [*all_samples.SAMPLES, *_forms_of_torch()]
+SAMPLES = [*all_samples.SAMPLES, *TORCH_SAMPLES, *_forms_of_torch()]
 
 
 PLACEMENTS_PER_SAMPLE = 200

@@ -114,21 +114,6 @@ class RowMove(NamedTuple):
     target_row: int
     rows: int
 
-    def reversed(self) -> RowMove:
-        return RowMove(self.target, self.target_row, self.source, self.source_row, self.rows)
-
-
-def move_rows(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
-    """Permute the rows (along `dim`) of all ranks. Every rank knows all moves.
-
-    Backward moves the rows of the gradient back.
-    """
-    # A permutation is orthogonal: its dual is the inverse permutation.
-    back = [move.reversed() for move in moves]
-    return _platform(group).linear_map(
-        x, saving_result(lambda t: move_rows_data(t, group, dim, moves)), lambda g: move_rows_data(g, group, dim, back)
-    )
-
 
 def saving_result(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a collective that recomputation does not repeat if it saves the results of collectives.
@@ -229,7 +214,7 @@ def all_to_all_rows_data(x: Tensor, group: ProcessGroup, input_rows: Lengths, ou
 
 
 def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[RowMove]) -> Tensor:
-    """Permute the rows of all ranks; see `move_rows`."""
+    """Permute the rows (along `dim`) of all ranks. Every rank knows all moves."""
     platform = _platform(group)
     ops, me = platform.ops, group.rank
     moves = sorted(moves, key=lambda move: move.target_row)

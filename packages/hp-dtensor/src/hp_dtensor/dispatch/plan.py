@@ -164,14 +164,12 @@ class FactorShardings:
         axes: sharded factor -> the mesh axes that shard it, outermost first.
         spans: sharded factor -> (start, length) of this rank's shard; without factors in strided shards.
         lengths: factor of `spans` -> per axis, the lengths of its ranks' shards; empty on a rank outside the mesh.
-        all_spans: factor of `ShardingLimits.known_spans` -> (start, length) of every rank's shard, outer axis first.
     """
 
     sizes: Mapping[str, int]
     axes: Mapping[str, tuple[int, ...]]
     spans: Mapping[str, Span]
     lengths: Mapping[str, tuple[tuple[int, ...], ...]]
-    all_spans: Mapping[str, tuple[Span, ...]]
 
 
 class DirectCall:
@@ -317,11 +315,6 @@ class LocalPlan(Plan):
             factor: tuple(self.mesh.group_along(axis) for axis in axes if inside)
             for factor, axes in self.factors.axes.items()
         }
-        all_spans = {
-            factor: (self.mesh.group_over(self.factors.axes[factor]), spans)
-            for factor, spans in self.factors.all_spans.items()
-            if inside
-        }
         placements, shape = self.placed[0]
         output = TensorSpec(self.mesh, placements, shape, None)
         rest, named = [local_of(x) for x in args[1:]], {name: local_of(x) for name, x in kwargs.items()}
@@ -342,7 +335,6 @@ class LocalPlan(Plan):
             spans=self.factors.spans,
             lengths=self.factors.lengths,
             groups=groups,
-            all_spans=all_spans,
             sizes=self.factors.sizes,
             output=output,
             on=on,

@@ -34,7 +34,7 @@ from hp_dtensor.dispatch.plan import (
 )
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.factors import Factorization, LocalCall, Span, Strategy, spans_of_ranks, strategies
+from hp_dtensor.rules.factors import Factorization, LocalCall, Span, Strategy, strategies
 from hp_dtensor.rules.pointwise import rounds
 from hp_dtensor.rules.registry import NeedsReplicatedError, OpCall, Registration
 from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedShard
@@ -124,9 +124,6 @@ def factor_shardings(rule: Factorization, mesh: DeviceMesh, chosen: list[Strateg
         axes=axes_of,
         spans={f: _span(mesh, sizes[f], axes, chosen, where) if where else (0, 0) for f, axes in in_spans.items()},
         lengths={f: _lengths(mesh, sizes[f], axes, chosen) for f, axes in in_spans.items()},
-        all_spans={
-            f: _all_spans(mesh, sizes[f], in_spans[f], chosen) for f in in_spans if f in rule.limits.known_spans
-        },
     )
 
 
@@ -167,16 +164,6 @@ def _lengths(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[St
         found.append(tuple(kind.interval(size, mesh.shape[axis], rank)[1] for rank in range(mesh.shape[axis])))
         size = found[-1][coordinate[axis]] if coordinate else 0
     return tuple(found)
-
-
-def _all_spans(mesh: DeviceMesh, size: int, axes: tuple[int, ...], chosen: list[Strategy]) -> tuple[Span, ...]:
-    """Return (start, length) of the shard of every rank, of a factor that `axes` shard, the first axis outermost."""
-    spans: list[Span] = [(0, size)]
-    for axis in axes:
-        kind = chosen[axis].kind
-        assert isinstance(kind, (Shard, RaggedShard))
-        spans = [each for span in spans for each in spans_of_ranks(kind, span, mesh.shape[axis])]
-    return tuple(spans)
 
 
 Plan = LocalPlan | ReplicatedPlan | InPlacePlan

@@ -1,30 +1,21 @@
 """Rules of operations that move elements along a dimension: cat, stack, split, pad, repeat, diagonals, roll, flip.
 
-The dimensions whose size changes are unsharded: the shards of the result would hold rows of other ranks' shards. They
-are gathered, which is simpler than an exchange of rows, but sends up to ranks - 1 times as much. `roll` and `flip` keep
-the input's sharding: ranks send each other the rows that change their owner, at most what each rank holds.
+The dimensions along which elements move are unsharded: the shards of the result would hold rows of other ranks'
+shards. They are gathered, which is simpler than an exchange of rows, but sends up to ranks - 1 times as much.
 """
 
 from __future__ import annotations
 
-import functools
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hp_dtensor.comm import collectives
-from hp_dtensor.comm.collectives import RowMove
 from hp_dtensor.rules.factors import (
     LINEAR,
     Dim,
     Dims,
     Factorization,
-    LocalCall,
-    LocalWork,
     PartialResults,
-    ShardingLimits,
-    Span,
     linear_rule,
     unsharded,
 )
@@ -213,110 +204,18 @@ def _diag_embed(call: OpCall) -> Factorization:
     return linear_rule(dims, (output,), sizes | {"row": length, "column": length}, {*dims[-1], "row", "column"})
 
 
-Tensor = Any
-Targets = Callable[[Span], list[Span]]
-"""Span of a shard -> the spans of global positions to which its rows move, in the order of the rows."""
-
-
-def _move_rule(call: OpCall, dims: Sequence[int], local: Callable[[LocalCall], Tensor]) -> Factorization:
-    """Return the rule of an operation that moves rows along `dims`; `local` runs where one of these is sharded."""
-    # Ranks compute who sends which rows to whom without a message, so each of them needs the spans of all shards.
-    names, sizes = dim_factors("d", call.tensors[0].shape)
-    factors = [f"d{dim}" for dim in dims]
-    return Factorization(
-        (names,),
-        (names,),
-        sizes,
-        limits=ShardingLimits(known_spans=frozenset(factors)),
-        partial=LINEAR,
-        work=LocalWork(by_factor=dict.fromkeys(factors, local)),
-    )
-
-
 def _roll(call: OpCall) -> Factorization:
-    """Roll along dimensions. Without any, torch rolls the flattened tensor, which must then be unsharded if n-D."""
-    (spec,) = call.tensors
-    dims, shifts = call["dims"], call["shifts"]
+    """Roll along dimensions. Without any, torch rolls the flattened tensor, so that all dimensions are unsharded."""
+    ndim, dims = call.tensors[0].ndim, call["dims"]
     if dims is None or dims == ():
-        if spec.ndim != 1:
-            rule = _move_rule(call, range(spec.ndim), _rolled_by({}))
-            return replace(
-                rule, limits=replace(rule.limits, fixed=frozenset(rule.sizes)), work=replace(rule.work, by_factor={})
-            )
-        dims = 0
-    pairs = zip(*((value,) if isinstance(value, int) else tuple(value) for value in (shifts, dims)), strict=True)
-    by_dim: dict[int, int] = {}
-    for shift, dim in pairs:
-        # A dimension may be given several times; rolls along it add up.
-        by_dim[call.dim(dim)] = by_dim.get(call.dim(dim), 0) + shift
-    return _move_rule(call, [*by_dim], _rolled_by(by_dim))
+        return _reordered(call, range(ndim))
+    return _reordered(call, [call.dim(dim) for dim in ([dims] if isinstance(dims, int) else dims)])
 
 
 def _flip(call: OpCall) -> Factorization:
-    dims = [call.dim(dim) for dim in call["dims"]]
-
-    def flipped(local: LocalCall) -> Tensor:
-        # Each rank flips its shard, then shards swap places: a span [a, b) of the input becomes [size - b, size - a).
-        x = local.on(local.arguments["input"])
-        for dim in dims:
-            if f"d{dim}" in local.spans:
-
-                def mirrored(span: Span, size: int = local.sizes[f"d{dim}"]) -> list[Span]:
-                    return [(size - span[0] - span[1], span[1])]
-
-                x = _move_shards(local, x, dim, mirrored)
-        return x
-
-    return _move_rule(call, dims, flipped)
+    return _reordered(call, [call.dim(dim) for dim in call["dims"]])
 
 
-def _rolled_by(by_dim: dict[int, int]) -> Callable[[LocalCall], Tensor]:
-    """Return the local function that rolls each dimension by its shift."""
-
-    def local(call: LocalCall) -> Tensor:
-        ops, x = call.platform.ops, call.arguments["input"]
-        for dim, shift in by_dim.items():
-            size = call.sizes[f"d{dim}"]
-            # The row that becomes the first one. The shift may be negative or larger than the dimension.
-            first = -shift % size if size else 0
-            if f"d{dim}" in call.spans:
-                x = _move_shards(call, x, dim, functools.partial(_rolled_spans, first, size))
-            elif first:
-                x = ops.cat([ops.narrow(x, dim, first, size - first), ops.narrow(x, dim, 0, first)], dim)
-        return x
-
-    return local
-
-
-def _rolled_spans(first: int, size: int, span: Span) -> list[Span]:
-    """Return the new positions of the rows of `span` if position `first` becomes position 0."""
-    start, length = span
-    before = max(0, min(first, start + length) - start)
-    return [(start + size - first, before), (start + before - first, length - before)]
-
-
-def _move_shards(call: LocalCall, x: Tensor, dim: int, targets: Targets) -> Tensor:
-    """Exchange rows of `dim` between ranks: those of each shard move to its `targets`. The sharding stays the same."""
-    if f"d{dim}" not in call.all_spans:  # a rank outside the mesh
-        return x
-    group, spans = call.all_spans[f"d{dim}"]
-    return collectives.move_rows(x, group, dim, row_moves(spans, [targets(span) for span in spans]))
-
-
-def row_moves(spans: Sequence[Span], targets: Sequence[Sequence[Span]]) -> list[RowMove]:
-    """Return the rows that ranks send each other if the rows of shard i go to targets[i] and the sharding stays."""
-    # The owner of a position is found by bisection, so this costs O((ranks + moves) log ranks), whatever the lengths.
-    holders = [(start, rank) for rank, (start, length) in enumerate(spans) if length]
-    starts = [start for start, _ in holders]
-    moves = []
-    for source, ranges in enumerate(targets):
-        row = 0
-        for start, length in ranges:
-            end = start + length
-            while start < end:
-                target = holders[bisect_right(starts, start) - 1][1]
-                first, held = spans[target]
-                count = min(end, first + held) - start
-                moves.append(RowMove(source, row, target, start - first, count))
-                row, start = row + count, start + count
-    return moves
+def _reordered(call: OpCall, dims: Iterable[int]) -> Factorization:
+    names, sizes = dim_factors("d", call.tensors[0].shape)
+    return linear_rule(names, (names,), sizes, [f"d{dim}" for dim in dims])

@@ -40,8 +40,6 @@ class ShardingLimits:
     Attributes:
         fixed: factors that must not be sharded.
         nonempty: factors that may be sharded only if every rank gets at least one element.
-        known_spans: factors of which every rank must know the spans of all ranks. On several mesh axes they may be
-            sharded in chunk order only.
         picked: factor -> the positions of it that outputs have, for slices. Each rank keeps those inside its span.
         strided: whether a factor may be sharded that is not the outermost of a dimension, which gives a strided shard:
             for reshapes, whose local function is the same reshape of the shard.
@@ -49,7 +47,6 @@ class ShardingLimits:
 
     fixed: frozenset[str] = frozenset()
     nonempty: frozenset[str] = frozenset()
-    known_spans: frozenset[str] = frozenset()
     picked: Mapping[str, range] = field(default_factory=dict)
     strided: bool = False
 
@@ -174,7 +171,7 @@ class Factorization:
         """Return whether a rank may have any of the factor's elements, in any order, if it has them in all tensors."""
         limits, work = self.limits, self.work
         replaced = work.by_factor and factor not in work.any_order
-        special = limits.picked or limits.known_spans or replaced or work.localize
+        special = limits.picked or replaced or work.localize
         return not special and factor not in limits.nonempty and not self.is_merged(factor)
 
     def neighbors(self, factor: str) -> set[str]:
@@ -333,7 +330,7 @@ def _ragged_kinds(
         in_chunks = isinstance(placement, Shard)
         # All ranks must decide alike. If earlier axes shard the factor too (`nested`), a rank knows only the units of
         # its own line of ranks, so it may keep them but neither convert nor check them.
-        needs_units = in_chunks or inner > 1 or factor in rule.limits.nonempty | rule.limits.known_spans
+        needs_units = in_chunks or inner > 1 or factor in rule.limits.nonempty
         if inner == 0 or (nested and needs_units):
             continue
         units = placement.units if isinstance(placement, RaggedShard) else _chunks(rule.sizes[factor] * inner, ranks)
@@ -464,8 +461,6 @@ class LocalCall:
         spans: sharded factor -> span of this rank; without factors in strided shards.
         lengths: sharded factor -> per group, the lengths of its ranks' spans; without factors in strided shards.
         groups: sharded factor -> the groups over which it is sharded, outermost first.
-        all_spans: sharded factor of `ShardingLimits.known_spans` -> the group of all ranks over which it is sharded,
-            and the span of each of them.
         sizes: factor -> its global size.
         output: spec of the first output, without a dtype.
         on: `on(x, **static)` runs the operation itself with the plain tensor `x` as its first argument and the given
@@ -478,7 +473,6 @@ class LocalCall:
     spans: Mapping[str, Span]
     lengths: Mapping[str, tuple[tuple[int, ...], ...]]
     groups: Mapping[str, tuple[ProcessGroup, ...]]
-    all_spans: Mapping[str, tuple[ProcessGroup, tuple[Span, ...]]]
     sizes: Mapping[str, int]
     output: TensorSpec
     on: Callable[..., Any]

@@ -60,15 +60,14 @@ def register(registry: RuleRegistry) -> None:
     registry.register("glu", "input dim=-1", half)
     registry.register("cumsum", "input dim * dtype=None", _along(_cumulative("add"), linear=True))
     registry.register("cumprod", "input dim * dtype=None", _along(_cumulative("mul")))
-    registry.register("logcumsumexp", "input dim", _along(lambda call: _scan(call)[0]))
-    registry.register("cummax cummin", "input dim", _along(_scan, outputs=2))
-    registry.register("cumsum_ cumprod_", "input dim * dtype=None", line("... dim! ... -> ... dim ..."), in_place=True)
+    along, twice_along = line("... dim! ... -> ... dim ..."), line("... dim! ... -> ... dim ..., ... dim ...")
+    registry.register("logcumsumexp", "input dim", along)
+    registry.register("cummax cummin", "input dim", twice_along)
+    registry.register("cumsum_ cumprod_", "input dim * dtype=None", along, in_place=True)
     registry.register("softmax log_softmax softmin", "input dim=None dtype=None", _along(_softmax, floating=True))
     registry.register("topk", "input k dim=-1 largest=True sorted=True", _topk)
-    registry.register(
-        "sort", "input dim=-1 descending=False * stable=False", line("... dim! ... -> ... dim ..., ... dim ...")
-    )
-    registry.register("argsort", "input dim=-1 descending=False * stable=False", line("... dim! ... -> ... dim ..."))
+    registry.register("sort", "input dim=-1 descending=False * stable=False", twice_along)
+    registry.register("argsort", "input dim=-1 descending=False * stable=False", along)
     registry.register("one_hot", "input num_classes=-1", _one_hot, data_dependent=True)
     registry.register("bincount", "input weights=None minlength=0", _bincount, data_dependent=True)
     registry.register(
@@ -529,7 +528,7 @@ def variance(name: str, reduced: Sequence[int], keepdim: bool, correction: float
     return local
 
 
-def _along(local: Callable[[LocalCall], Any], linear: bool = False, outputs: int = 1, floating: bool = False) -> Rule:
+def _along(local: Callable[[LocalCall], Any], linear: bool = False, floating: bool = False) -> Rule:
     """Return the rule of an operation along `dim` that keeps the shape; `local` runs where that dimension is sharded.
 
     Args:
@@ -546,7 +545,7 @@ def _along(local: Callable[[LocalCall], Any], linear: bool = False, outputs: int
         along = [f"d{dim}" for dim in reduced_dims(call, spec.ndim)]
         return Factorization(
             (dims,),
-            (dims,) * outputs,
+            (dims,),
             sizes,
             partial=LINEAR if linear else PartialResults(),
             work=LocalWork(by_factor=dict.fromkeys(along, local)),
@@ -584,55 +583,6 @@ def _cumulative(combine: str) -> Callable[[LocalCall], Tensor]:
         return result
 
     return local
-
-
-def _scan(call: LocalCall) -> tuple[Tensor, ...]:
-    """Scan the totals of preceding shards and then the shard, for scans that no binary operation combines."""
-    dim, ops, x = _dim_of(call), call.platform.ops, call.arguments["input"]
-    # Integers have no gradient, but a custom autograd node would ask for one.
-    if not call.platform.is_floating(x.dtype) and not call.platform.is_complex(x.dtype):
-        x = call.platform.detach(x)
-    before = _preceding_totals(call, x, dim)
-    length, rows = x.shape[dim], before[0].shape[dim]
-    scanned = [ops.narrow(each, dim, rows, length) for each in _scanned(call, ops.cat([before[0], x], dim), dim)]
-    if len(scanned) == 1:
-        return tuple(scanned)
-    start = call.spans[f"d{dim}"][0]
-    values, where = scanned
-    # Positions refer to the global tensor: those of the shard start at `start`, and the totals in front have positions
-    # of their own.
-    positions = ops.add(where, start - rows)
-    if rows:
-        earlier = ops.gather(before[1], dim, ops.clamp(where, max=rows - 1))
-        positions = ops.where(ops.lt(where, rows), earlier, positions)
-    return values, positions
-
-
-def _preceding_totals(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
-    """Return the totals of the elements before this shard, outermost mesh axis first, and their positions if any."""
-    ops, (start, length) = call.platform.ops, call.spans[f"d{dim}"]
-    totals = [ops.narrow(each, dim, max(0, length - 1), min(1, length)) for each in _scanned(call, x, dim)]
-    totals[1:] = [ops.add(where, start) for where in totals[1:]]
-    found = [[ops.narrow(total, dim, 0, 0) for total in totals]]
-    for _, group, lengths in sharded_axes(call, [dim]):
-        counts = [min(1, n) for n in lengths]
-        gathered = collectives.all_gather_varying(totals[0], group, dim, counts)
-        places = [collectives.gather_data(where, group, dim, counts) for where in totals[1:]]
-        running = _scanned(call, gathered, dim)
-        running[1:] = [ops.gather(place, dim, chosen) for place, chosen in zip(places, running[1:], strict=True)]
-        before = sum(counts[: group.rank])
-        found.insert(0, [ops.narrow(each, dim, max(0, before - 1), min(1, before)) for each in running])
-        totals = [ops.narrow(each, dim, max(0, sum(counts) - 1), min(1, sum(counts))) for each in running]
-    return [ops.cat(list(each), dim) for each in zip(*found, strict=True)]
-
-
-def _scanned(call: LocalCall, x: Tensor, dim: int) -> list[Tensor]:
-    """Scan a tensor that may be empty: return values, and positions if the operation has them."""
-    positions = call.name in ("cummax", "cummin")
-    if x.shape[dim]:
-        result = call.on(x)
-        return list(result) if positions else [result]
-    return [x, call.platform.ops.zeros(tuple(x.shape), call.platform.dtype("int64"))] if positions else [x]
 
 
 def _softmax(call: LocalCall) -> Tensor:

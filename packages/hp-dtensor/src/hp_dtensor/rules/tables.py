@@ -48,7 +48,9 @@ REPLICATED_OPERATIONS = """
     stft istft sum_to_size svd take trapezoid trapz triangular_solve linear_cross_entropy
     adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
     max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices nonzero_static grid_sampler_2d
-    grid_sampler_3d grid_sample linspace logspace unravel_index
+    grid_sampler_3d grid_sample linspace logspace unravel_index rot90 kron cosine_embedding_loss gaussian_nll_loss
+    hinge_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
+    poisson_nll_loss triplet_margin_loss triplet_margin_with_distance_loss
 """
 
 

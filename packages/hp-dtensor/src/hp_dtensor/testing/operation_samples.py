@@ -1,7 +1,7 @@
 """Samples of operations that have a sharding rule but are not in `platform.ops`, by torch's name.
 
 `ops.<name>` is the framework's own function with torch's argument order (`Platform.operation`). A platform whose
-framework lacks an operation skips its samples. Complex numbers are built from real ones and split into real ones again.
+framework lacks an operation skips its samples.
 """
 
 from __future__ import annotations
@@ -65,15 +65,6 @@ _POINTWISE = (
     *(_call(name) for name in ACTIVATIONS.split()),
     *(_call(name, positive=True) for name in POSITIVE.split()),
     *(_call(name, gradients=False) for name in CONSTANT.split()),
-    *(_call(name, MATRIX, MATRIX, gradients=False, integers={0: 9, 1: 9}) for name in ("gcd", "lcm")),
-    *(_call(name, MATRIX, MATRIX, gradients=False, positive=True) for name in ("igamma", "igammac")),
-    *(_call(name, gradients=False) for name in ("isneginf", "isposinf", "isreal", "char")),
-    # mvlgamma of order 2 is defined above 1/2, polygamma of order 1 has a pole at 0.
-    _sample("mvlgamma", lambda ops, x: ops.mvlgamma(ops.add(x, 2.0), 2), positive=True),
-    _sample("polygamma", lambda ops, x: ops.polygamma(1, x), positive=True),
-    _sample("frexp", lambda ops, x: ops.frexp(x)[0], gradients=False),
-    _sample("fill", lambda ops, x: ops.fill(x, 2.0)),
-    _sample("rsub", lambda ops, x, y: ops.rsub(x, y), MATRIX, (4,)),
     # Values are within 2 of 0: scaled, they are inside the domain, and far from its ends where derivatives are
     # infinite.
     *(_scaled(name, 0.25) for name in ("acos", "asin", "atanh", "erfinv")),
@@ -102,7 +93,7 @@ _POINTWISE = (
     _call("full_like", args=(2.0,), gradients=False),
     # What `empty_like` holds is arbitrary, so only shape and placements can be compared.
     _sample("empty_like", lambda ops, x: ops.zeros_like(ops.empty_like(x)), gradients=False),
-    *(_call(name) for name in ("float", "double", "contiguous", "alias", "clone")),
+    *(_call(name) for name in ("float", "double", "contiguous", "clone")),
     *(_call(name, gradients=False) for name in ("int", "long", "short", "bool", "detach")),
     # Rounded to integers, which low precision holds exactly: sharded and unsharded results have the same bits.
     _sample("half", lambda ops, x: ops.float(ops.half(ops.round(x)))),
@@ -115,30 +106,7 @@ _POINTWISE = (
     _sample("where of a number", lambda ops, x: ops.where(ops.gt(x, 0.0), x, ops.mul(x, 0.5))),
 )
 
-_COPIES = (
-    _call("alias_copy"),
-    _call("diagonal_copy"),
-    _call("expand_copy", (5, 1), args=((5, 4),)),
-    _call("narrow_copy", args=(0, 1, 3)),
-    _call("permute_copy", args=((1, 0),)),
-    _call("split_with_sizes_copy", args=([2, 3],)),
-    _call("squeeze_copy", (5, 1, 4)),
-    _call("t_copy"),
-    _call("transpose_copy", args=(0, 1)),
-    _call("unbind_copy"),
-    _call("unfold_copy", args=(0, 2, 1)),
-    _call("unsafe_chunk", args=(2,)),
-    _call("unsafe_split", args=(2,)),
-    _call("unsqueeze_copy", args=(1,)),
-    _call("view_copy", args=((10, 2),)),
-)
-"""torch's operations that return a copy where others of similar names return a view."""
-
 _IN_PLACE = (
-    *(_in_place(name, shapes=(MATRIX, MATRIX), integers={0: 9, 1: 9}, gradients=False) for name in ("gcd_", "lcm_")),
-    *(_in_place(name, shapes=(MATRIX, MATRIX), positive=True, gradients=False) for name in ("igamma_", "igammac_")),
-    _sample("mvlgamma_", lambda ops, x: ops.mvlgamma_(ops.add(x, 2.0), 2), positive=True, may_refuse=IN_PLACE),
-    _in_place("polygamma_", 1, positive=True),
     *(
         _in_place(f"{name}_")
         for name in """
@@ -200,7 +168,6 @@ _IN_PLACE = (
     _in_place("cumprod_", 0),
     _in_place("tril_"),
     _in_place("triu_"),
-    _in_place("addmm_", shapes=((5, 3), MATRIX, (4, 3))),
 )
 
 _REDUCTIONS = (
@@ -288,12 +255,7 @@ _PRODUCTS = (
     _sample("einsum ... broadcast", lambda ops, x, y: ops.einsum("a...,...b->ab...", x, y), (2, 3), (3, 4)),
     _sample("einsum diagonal", lambda ops, x: ops.einsum("ii->i", x), (4, 4)),
     _sample("einsum trace", lambda ops, x: ops.einsum("bii->b", x), (2, 4, 4)),
-    _sample("tensordot", lambda ops, x, y: ops.tensordot(x, y, 2), (2, 3, 4), (3, 4, 5)),
-    _sample("tensordot dims", lambda ops, x, y: ops.tensordot(x, y, ([0, 2], [1, 0])), (2, 3, 4), (4, 2, 5)),
     _call("kron", (2, 3), (3, 2)),
-    _call("cosine_similarity", MATRIX, MATRIX, args=(1,), positive=True),
-    _call("pairwise_distance", MATRIX, MATRIX),
-    _call("normalize", args=(2.0, 1)),
     _sample("cdist", lambda ops, x, y: ops.cdist(x, y), MATRIX, (3, 4)),
 )
 
@@ -303,7 +265,6 @@ _VIEWS = (
     _call("ravel", (4, 3)),
     _call("unflatten", (4, 6), args=(1, (2, -1))),
     _call("t"),
-    _call("numpy_T", (3, 4, 2)),
     _call("mT", (2, 3, 4)),
     _call("adjoint", (2, 3, 4)),
     _call("swapaxes", args=(0, 1)),
@@ -322,12 +283,8 @@ _VIEWS = (
     _call("tril", (2, 4, 4)),
     _call("triu", (4, 5), args=(1,)),
     _call("diagonal", (4, 5), args=(1, 0, 1)),
-    _call("diag", (4, 5)),
-    _call("diag", (4,), label="of a vector"),
     _call("diag_embed", (3, 4)),
-    _call("trace", (4, 5)),
     _call("pad", args=((1, 2),)),
-    _sample("unfold", lambda ops, x: ops.unfold(x, 0, 2, 1)),
     _call("select", args=(0, 3)),
     _call("unbind", args=(1,)),
     _sample("concat", lambda ops, x, y: ops.concat([x, y], 1), MATRIX, (5, 2)),
@@ -339,18 +296,11 @@ _VIEWS = (
     _sample("tensor_split with empty pieces", lambda ops, x: ops.tensor_split(x, [2, 2, 5], 0)),
     _sample("hsplit", lambda ops, x: ops.hsplit(x, 2)),
     _sample("vsplit", lambda ops, x: ops.vsplit(x, [2])),
-    _sample("meshgrid", lambda ops, x, y: ops.meshgrid([x, y], indexing="ij"), (5,), (4,)),
     _sample("atleast_2d", lambda ops, x: ops.atleast_2d(x), (5,)),
     _sample("new_zeros", lambda ops, x: ops.new_zeros(x, (2, 3)), gradients=False),
     _sample("new_ones", lambda ops, x: ops.new_ones(x, (2, 3)), gradients=False),
-    _sample(
-        "new_empty_strided",
-        lambda ops, x: ops.zeros_like(ops.new_empty_strided(x, (2, 3), (1, 2))),
-        gradients=False,
-    ),
     _sample("new_empty", lambda ops, x: ops.zeros_like(ops.new_empty(x, (2, 3))), gradients=False),
     _sample("new_full", lambda ops, x: ops.new_full(x, (2, 3), 1.5), gradients=False),
-    _sample("new_tensor", lambda ops, x: ops.new_tensor(x, 1.5), gradients=False),
 )
 
 _SELECTION = (
@@ -428,7 +378,6 @@ _SELECTION = (
 
 POINTWISE_AND_REDUCTIONS: tuple[Sample, ...] = (
     *_POINTWISE,
-    *_COPIES,
     *_IN_PLACE,
     *_REDUCTIONS,
     *_PRODUCTS,
@@ -474,96 +423,4 @@ _LISTS = (
     _single("getitem by truth values", lambda ops, x: x[[True, False, True, True, False]]),
 )
 
-_MOVES = (
-    _single("roll backward", lambda ops, x: ops.roll(x, -1, 1)),
-    # By more than the length, and over several shards.
-    _single("roll far", lambda ops, x: ops.roll(x, 13, 0), FLAT),
-    _single("roll a flat tensor", lambda ops, x: ops.roll(x, 3), FLAT),
-    _single("roll both ways", lambda ops, x: ops.roll(x, (1, 2), (0, 1))),
-    _single("roll of a slice", lambda ops, x: ops.roll(x[1:], 1, 0)),
-    _single("flip rows", lambda ops, x: ops.flip(x, (0,)), FLAT),
-    _single("flip both ways", lambda ops, x: ops.flip(x, (0, 1))),
-    _single("flip of a slice", lambda ops, x: ops.flip(x[1:4], (0, 1))),
-)
-
-_SCANS = (
-    _single("logcumsumexp rows", lambda ops, x: ops.logcumsumexp(x, 0)),
-    _single("logcumsumexp flat", lambda ops, x: ops.logcumsumexp(ops.mul(x, 20.0), -1), FLAT),
-    _single("logcumsumexp of a slice", lambda ops, x: ops.logcumsumexp(x[3:], 0), LONG),
-    *(
-        sample
-        for name in ("cummax", "cummin")
-        for sample in (
-            _single(f"{name} values", lambda ops, x, name=name: getattr(ops, name)(x, 0)[0], LONG),
-            _single(f"{name} positions", lambda ops, x, name=name: getattr(ops, name)(x, 0)[1], LONG, gradients=False),
-            # Rounded down, so that values tie: the position must be the one that a single device would choose.
-            _single(f"{name} of ties", lambda ops, x, name=name: getattr(ops, name)(ops.floor(x), 0)[1], LONG,
-                    gradients=False),
-            _single(f"{name} of integers", lambda ops, x, name=name: getattr(ops, name)(x, -1), FLAT, integers={0: 3},
-                    gradients=False),
-            _single(f"{name} of a slice", lambda ops, x, name=name: getattr(ops, name)(x[1:5], 0)[0], LONG),
-        )
-    ),
-)  # fmt: skip
-
-DIMENSIONS: tuple[Sample, ...] = (*_SLICES, *_LISTS, *_MOVES, *_SCANS)
-
-
-PAIRS = (5, 3, 2)
-"""Rows, columns, and a real and an imaginary part."""
-
-
-def _of_complex(
-    name: str, call: Callable[..., Tensor], *shapes: tuple[int, ...], real: bool = False, **options: Any
-) -> Sample:
-    """Return a sample with complex tensors, which are viewed from pairs; `real`: the result is real."""
-
-    def run(ops: Any, *tensors: Tensor) -> Tensor:
-        # Inside the call, so that the leaves are real: values, placements and gradients are those of float32 tensors.
-        result = call(ops, *[ops.view_as_complex(x) for x in tensors])
-        # `view_as_real` refuses a pending conjugation.
-        return result if real else ops.view_as_real(ops.resolve_conj(result))
-
-    return Sample(name, shapes or (PAIRS,), run, **options)
-
-
-def _rotary(ops: Any, x: Tensor, frequencies: Tensor) -> Tensor:
-    """Compute rotary embeddings `[batch, length, heads, width]` by complex numbers, as Llama's reference code does."""
-    numbers = ops.view_as_complex(ops.reshape(ops.float(x), (*x.shape[:-1], -1, 2)))
-    turns = ops.polar(ops.ones_like(frequencies), frequencies)
-    turned = ops.mul(numbers, ops.reshape(turns, (1, x.shape[1], 1, -1)))
-    return ops.type_as(ops.flatten(ops.view_as_real(turned), 3), x)
-
-
-COMPLEX: tuple[Sample, ...] = (
-    _of_complex("view_as_real", lambda ops, z: z),
-    _of_complex("view_as_complex", lambda ops, z: ops.mul(z, z)),
-    Sample("view_as_complex rotary", ((2, 3, 4, 4), (3, 2)), _rotary),
-    _of_complex("mul of complex", lambda ops, z, w: ops.mul(z, w), PAIRS, (3, 2)),
-    _of_complex("matmul of complex", lambda ops, z, w: ops.matmul(z, w), PAIRS, (3, 4, 2)),
-    _of_complex("sum of complex", lambda ops, z: ops.sum(z, 0)),
-    _of_complex("sum of all complex", lambda ops, z: ops.sum(ops.mul(z, z))),
-    _of_complex("logcumsumexp of complex", lambda ops, z: ops.logcumsumexp(z, 0)),
-    _of_complex("norm of complex", lambda ops, z: ops.norm(z, 2, 0), real=True),
-    _of_complex("any of complex", lambda ops, z: ops.any(ops.mul(z, 0.4), 0), real=True, gradients=False),
-    _of_complex("conj", lambda ops, z: ops.conj(z)),
-    _of_complex("conj twice", lambda ops, z: ops.mul(ops.conj(z), ops.conj(ops.conj(z)))),
-    _of_complex("conj_physical", lambda ops, z: ops.conj_physical(z)),
-    _of_complex("resolve_conj", lambda ops, z: ops.resolve_conj(ops.conj(z))),
-    _of_complex("resolve_neg", lambda ops, z: ops.resolve_neg(ops.imag(ops.conj(z))), real=True),
-    _of_complex("imag of conjugates", lambda ops, z: ops.exp(ops.imag(ops.conj(z))), real=True),
-    _of_complex("cfloat", lambda ops, z: ops.cfloat(ops.cdouble(z))),
-    # Rounded to integers, which half precision holds exactly.
-    Sample("chalf", ((5, 4),), lambda ops, x: ops.real(ops.cfloat(ops.chalf(ops.round(x))))),
-    _of_complex("cdouble", lambda ops, z: ops.cfloat(ops.square(ops.cdouble(z)))),
-    _of_complex("adjoint of complex", lambda ops, z: ops.adjoint(z)),
-    _of_complex("vdot of complex", lambda ops, z, w: ops.vdot(z, w), (5, 2), (5, 2)),
-    *(
-        _of_complex(f"{name} of complex", lambda ops, z, name=name: getattr(ops, name)(z), real=True)
-        for name in ("real", "imag", "abs", "angle")
-    ),
-    Sample("real of real numbers", ((5, 4),), lambda ops, x: ops.exp(ops.real(x))),
-    Sample("angle", ((5, 4),), lambda ops, x: ops.angle(x)),
-    Sample("complex", ((5, 4), (5, 4)), lambda ops, x, y: ops.view_as_real(ops.complex(x, y))),
-    Sample("polar", ((5, 4), (4,)), lambda ops, x, y: ops.view_as_real(ops.polar(x, y)), positive=True),
-)
+DIMENSIONS: tuple[Sample, ...] = (*_SLICES, *_LISTS)

@@ -1,14 +1,12 @@
 """Torch's functions in other forms: compositions of functions with sharding rules, and forms for local shards.
 
-`DECOMPOSED` functions, among them the less common losses, run on DTensors as other functions, by the rules of these.
+`DECOMPOSED` functions run on DTensors as other functions, by the rules of these.
 `LOCAL_FORMS` run on local data instead of functions that fail on some shards, such as empty ones, or that save more for
 backward. `CHECKS` test global arguments where torch's function would test those of the shard."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import math
 import operator
 import string
 from collections.abc import Callable, Sequence
@@ -16,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn import _reduction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import batch_norm, group_norm, scaled_dot_product_attention
 
@@ -25,197 +22,6 @@ from hp_platform_torch.ops.attention import local_attention, multi_head_attentio
 from hp_platform_torch.ops.norms import rms_norm
 
 Tensor = torch.Tensor
-
-
-def _reduced(loss: Tensor, reduction: str, size_average: bool | None = None, reduce: bool | None = None) -> Tensor:
-    if size_average is not None or reduce is not None:
-        reduction = _reduction.legacy_get_string(size_average, reduce)
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(f"{reduction} is not a valid value for reduction")
-    return loss if reduction == "none" else getattr(loss, reduction)()
-
-
-def _reduced_as_called(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Add the parameters `size_average`, `reduce` and `reduction` of torch's losses to an unreduced loss."""
-    parameters = list(inspect.signature(loss).parameters.values())
-    defaults = {"size_average": None, "reduce": None, "reduction": "mean"}
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    signature = inspect.Signature(parameters + [inspect.Parameter(n, kind, default=d) for n, d in defaults.items()])
-
-    def called(*args: Any, **kwargs: Any) -> Tensor:
-        given = signature.bind(*args, **kwargs).arguments
-        size_average, reduce, reduction = (given.pop(name, default) for name, default in defaults.items())
-        return _reduced(loss(**given), reduction, size_average, reduce)
-
-    return called
-
-
-def _poisson_nll_loss(
-    input: Tensor,
-    target: Tensor,
-    log_input: bool = True,
-    full: bool = False,
-    size_average: bool | None = None,
-    eps: float = 1e-8,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
-    loss = input.exp() - target * input if log_input else input - target * (input + eps).log()
-    if full:
-        # Approximates log(target!). For targets of at most 1 torch uses 0.
-        stirling = target * target.log() - target + 0.5 * (2 * math.pi * target).log()
-        loss = loss + stirling.masked_fill(target <= 1, 0)
-    return _reduced(loss, reduction, size_average, reduce)
-
-
-def _gaussian_nll_loss(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
-) -> Tensor:
-    if isinstance(var, float):
-        var = var * torch.ones_like(input)
-    if bool((var < 0).any()):
-        raise ValueError("var has negative entry/entries")
-    if var.shape != input.shape and input.shape[:-1] == var.shape:
-        var = var.unsqueeze(-1)
-    elif var.shape != input.shape and (input.shape[:-1] != var.shape[:-1] or var.shape[-1] != 1):
-        raise ValueError(f"var of shape {list(var.shape)} does not fit an input {list(input.shape)}")
-    var = var + (var.clamp_min(eps) - var).detach()  # the clamp does not change the gradient, as in torch
-    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
-    return _reduced(loss + 0.5 * math.log(2 * math.pi) if full else loss, reduction)
-
-
-@_reduced_as_called
-def _hinge_embedding_loss(input: Tensor, target: Tensor, margin: float = 1.0) -> Tensor:
-    apart = torch.where(target != 1, (margin - input).clamp_min(0), 0.0)
-    return apart + torch.where(target != -1, input, 0.0)
-
-
-@_reduced_as_called
-def _margin_ranking_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
-    return (-target * (input1 - input2) + margin).clamp_min(0)
-
-
-@_reduced_as_called
-def _cosine_embedding_loss(input1: Tensor, input2: Tensor, target: Tensor, margin: float = 0) -> Tensor:
-    if target.dim() > 1 or input1.dim() != target.dim() + 1 or input2.dim() != input1.dim():
-        raise ValueError(
-            f"expected vectors and a target of 0 dimensions, or matrices and one of 1, got "
-            f"{list(input1.shape)}, {list(input2.shape)} and {list(target.shape)}"
-        )
-    products = [(x * y).sum(-1) for x, y in ((input1, input2), (input1, input1), (input2, input2))]
-    # Torch adds this epsilon to the squared norms, not to the norms.
-    cosine = products[0] / ((products[1] + 1e-12) * (products[2] + 1e-12)).sqrt()
-    alike = torch.where(target == 1, 1 - cosine, 0.0)
-    apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0.0)
-    return alike + apart
-
-
-@_reduced_as_called
-def _triplet_margin_loss(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    margin: float = 1.0,
-    p: float = 2,
-    eps: float = 1e-6,
-    swap: bool = False,
-) -> Tensor:
-    def distance(x: Tensor, y: Tensor) -> Tensor:
-        return F.pairwise_distance(x, y, p, eps)
-
-    return _triplet_loss(anchor, positive, negative, distance, margin, swap)
-
-
-def _triplet_margin_with_distance_loss(
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    *,
-    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
-    margin: float = 1.0,
-    swap: bool = False,
-    reduction: str = "mean",
-) -> Tensor:
-    distance = F.pairwise_distance if distance_function is None else distance_function
-    return _reduced(_triplet_loss(anchor, positive, negative, distance, margin, swap), reduction)
-
-
-def _triplet_loss(
-    anchor: Tensor, positive: Tensor, negative: Tensor, distance: Callable[..., Tensor], margin: float, swap: bool
-) -> Tensor:
-    near, far = distance(anchor, positive), distance(anchor, negative)
-    if swap:
-        far = torch.minimum(far, distance(positive, negative))
-    return (margin + near - far).clamp_min(0)
-
-
-def _multi_margin_loss(
-    input: Tensor,
-    target: Tensor,
-    p: int = 1,
-    margin: float = 1.0,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
-    if p not in (1, 2):
-        raise ValueError("only p == 1 and p == 2 supported")
-    if input.dim() < 2:
-        loss = _multi_margin_loss(
-            input.reshape(1, -1), target.reshape(1), p, margin, weight, size_average, reduce, reduction
-        )
-        return loss.reshape(target.shape) if loss.dim() else loss
-    # The score of the target's class, compared with those of all classes at once.
-    index = target.unsqueeze(-1)
-    loss = (margin - input.gather(-1, index) + input).relu()  # not clamp_min, whose gradient at 0 is 1
-    if p == 2:
-        loss = loss * loss
-    if weight is not None:
-        loss = loss * weight[target].unsqueeze(-1)
-    # The target's own class has margin - x + x, which is not part of the loss.
-    others = F.one_hot(target, input.shape[-1]) == 0
-    loss = torch.where(others, loss, 0.0).sum(-1) / input.shape[-1]
-    return _reduced(loss, reduction, size_average, reduce)
-
-
-def _multilabel_margin_loss(
-    input: Tensor, target: Tensor, size_average: bool | None = None, reduce: bool | None = None, reduction: str = "mean"
-) -> Tensor:
-    """Compare all pairs of classes at once. A row of the target lists classes up to the first -1."""
-    if not input.dim():
-        loss = _multilabel_margin_loss(input.reshape(1), target.reshape(1), size_average, reduce, reduction)
-        return loss.reshape(())
-    classes = input.shape[-1]
-    # The product is 0 from the first -1 on.
-    listed = (target >= 0).long().cumprod(-1)
-    index = target.clamp_min(0)
-    is_target = (F.one_hot(index, classes) * listed.unsqueeze(-1)).sum(-2) > 0
-    margins = (1 - input.gather(-1, index).unsqueeze(-1) + input.unsqueeze(-2)).relu()
-    counted = torch.where(is_target.unsqueeze(-2), 0.0, margins * listed.unsqueeze(-1))
-    return _reduced(counted.sum((-1, -2)) / classes, reduction, size_average, reduce)
-
-
-@_reduced_as_called
-def _multilabel_soft_margin_loss(input: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-    loss = -(target * F.logsigmoid(input) + (1 - target) * F.logsigmoid(-input))
-    if weight is not None:
-        loss = loss * weight
-    return loss.sum(-1) / input.shape[-1]
-
-
-LOSSES: dict[str, Callable[..., Any]] = {
-    "poisson_nll_loss": _poisson_nll_loss,
-    "gaussian_nll_loss": _gaussian_nll_loss,
-    "hinge_embedding_loss": _hinge_embedding_loss,
-    "margin_ranking_loss": _margin_ranking_loss,
-    "cosine_embedding_loss": _cosine_embedding_loss,
-    "triplet_margin_loss": _triplet_margin_loss,
-    "triplet_margin_with_distance_loss": _triplet_margin_with_distance_loss,
-    "multi_margin_loss": _multi_margin_loss,
-    "multilabel_margin_loss": _multilabel_margin_loss,
-    "multilabel_soft_margin_loss": _multilabel_soft_margin_loss,
-}
 
 
 def _movedim(x: Tensor, source: int | Sequence[int], destination: int | Sequence[int]) -> Tensor:
@@ -236,18 +42,6 @@ def _positive_dim(x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise IndexOutOfRangeError(f"dimension {dim} is out of range for a tensor of {x.dim()} dimensions")
     return dim % x.dim()
-
-
-def _rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    first, second = dims
-    match k % 4:
-        case 1:
-            return x.flip(second).transpose(first, second)
-        case 2:
-            return x.flip(first, second)
-        case 3:
-            return x.transpose(first, second).flip(second)
-    return x.clone()
 
 
 def _diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Tensor | None = None, append: Tensor | None = None) -> Tensor:
@@ -332,26 +126,6 @@ def _tensordot(x: Tensor, y: Tensor, dims: Any = 2) -> Tensor:
     free = [a for i, a in enumerate(first) if i not in {d % x.dim() for d in left}]
     free += [b for i, b in enumerate(second) if i not in {d % y.dim() for d in right}]
     return torch.einsum(f"{''.join(first)},{''.join(second)}->{''.join(free)}", x, y)
-
-
-def _plus(product: Tensor, x: Tensor, beta: float, alpha: float) -> Tensor:
-    product = product if alpha == 1 else product * alpha
-    return product if beta == 0 else product + (x if beta == 1 else x * beta)
-
-
-def _addbmm(x: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    if not (x.is_floating_point() or x.is_complex()):
-        beta, alpha = int(beta), int(alpha)  # as torch, which truncates them
-    return _plus(torch.einsum("bij,bjk->ik", batch1, batch2), x, beta, alpha)
-
-
-def _kron(x: Tensor, y: Tensor) -> Tensor:
-    ndim = max(x.dim(), y.dim())
-    left, right = (t.reshape((1,) * (ndim - t.dim()) + tuple(t.shape)) for t in (x, y))
-    # Each dimension of the result is a pair (left, right), multiplied by broadcasting and then merged.
-    apart = left.reshape([n for size in left.shape for n in (size, 1)])
-    product = apart * right.reshape([n for size in right.shape for n in (1, size)])
-    return product.reshape([a * b for a, b in zip(left.shape, right.shape, strict=True)])
 
 
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -490,7 +264,6 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "moveaxis": _movedim,
     "fliplr": lambda x: x.flip(1),
     "flipud": lambda x: x.flip(0),
-    "rot90": _rot90,
     "diff": _diff,
     "atleast_1d": _at_least(1),
     "atleast_2d": _at_least(2),
@@ -509,9 +282,6 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "trace": lambda x: x.diagonal().sum(),
     "inner": lambda x, y: x * y if not x.dim() or not y.dim() else torch.tensordot(x, y, ([-1], [-1])),
     "tensordot": _tensordot,
-    "addr": lambda x, vec1, vec2, *, beta=1, alpha=1: _plus(torch.outer(vec1, vec2), x, beta, alpha),
-    "addbmm": _addbmm,
-    "kron": _kron,
     "multi_head_attention_forward": multi_head_attention,
     "vdot": lambda x, y: torch.dot(x.conj(), y),
     "bilinear": _bilinear,
@@ -532,7 +302,7 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
     for name, function in _BY_NAME.items()
     for owner in (torch, torch.Tensor, F, torch._C._VariableFunctions)
     if hasattr(owner, name)
-} | {getattr(F, name): function for name, function in LOSSES.items()}
+}
 DECOMPOSED |= {
     F.instance_norm: _instance_norm,  # torch.instance_norm has another order of arguments
     torch.Tensor.mH.__get__: _adjoint,  # type: ignore[attr-defined]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.testing import all_samples
 from hp_dtensor.testing.pytest_plugin import Share
 from hp_dtensor.testing.rule_proof import provable, prove
@@ -44,26 +41,3 @@ def test_rule_of_the_frameworks_operation_holds(hp_platform: Platform, sample: S
     reports = run_ranks(prove, RANKS, hp_platform, hp_platform, (RANKS,), [tried], FEW_PLACEMENTS)
     assert [problem for report in reports for problem in report.wrong] == []
     assert reports[0].refused == []
-
-
-def test_every_rule_has_a_sample(hp_platform: Platform) -> None:
-    """Of every operation that the platform has: a test of hp-dtensor's samples rather than of the platform."""
-    names = [name for name in rule_registry().names() if not getattr(rule_registry().get(name), "replicated", False)]
-    sampled = sampled_operations()
-    missing = [name for name in names if name not in sampled and hp_platform.operation(name) is not None]
-    assert " ".join(missing) == ""
-
-
-def sampled_operations() -> set[str]:
-    """Return the names of the operations that any sample runs, as its name says or as it finds them in `ops`."""
-    names: set[str] = set()
-
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            names.add(name)
-            return MagicMock()
-
-    for sample in all_samples.SAMPLES:
-        names.add(sample.name.split()[0])
-        sample.call(Recorder(), *(MagicMock() for _ in sample.shapes))
-    return names
