@@ -1,4 +1,4 @@
-"""Convolutions, pooling, resizing, softmax, normalizations and losses, with torch's arguments and reductions."""
+"""Convolutions, pooling, softmax, normalizations and losses, with torch's arguments and reductions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, products, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
-from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share, store
+from hp_platform_mindspore.tensor.memory import numbers, share, store
 
 Sizes = tuple[int, ...]
 Pads = Sequence[tuple[int, int]]
@@ -111,7 +110,7 @@ def _convolved(x: Tensor, weight: Tensor, steps: Sizes, gaps: Sizes, groups: int
 Array = np.ndarray[Any, Any]
 
 
-def max_pooling(count: int) -> Callable[..., Any]:
+def max_pooling(count: int) -> Callable[..., Tensor]:
     """Return `max_pool1d` or `max_pool2d`. The first of equal values in a window gets the gradient, as in torch."""
 
     def pool(
@@ -121,16 +120,16 @@ def max_pooling(count: int) -> Callable[..., Any]:
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Any:
+    ) -> Tensor:
         kernel, gaps = per_dimension(kernel_size, count), per_dimension(dilation, count)
         steps, pads = _steps(stride, kernel), per_dimension(padding, count)
         sizes = tuple(x.shape[2:])
         counts, around = _covered(sizes, kernel, steps, pads, gaps, ceil_mode)
         picked = windows(padded(x, around, -math.inf), counts, kernel, steps, gaps)
-        options = zip(counts, kernel, steps, gaps, pads, strict=True)
-        coordinates = [np.arange(n)[:, None] * s + np.arange(k) * g - p for n, k, s, g, p in options]
-        return _largest(picked, coordinates, sizes, return_indices)
+        flat = mint.reshape(picked, (*picked.shape[: 2 + count], math.prod(kernel)))
+        # `argmax` returns the first of equal values.
+        best = np.expand_dims(np.argmax(numbers(flat), axis=-1), -1)
+        return mint.squeeze(shapes.gather(flat, -1, share(best)), -1)
 
     return with_batch(pool, count)
 
@@ -157,162 +156,6 @@ def _covered(
         counts.append(count)
         around.append((pad, max(0, (count - 1) * step + reach - size - pad)))
     return tuple(counts), around
-
-
-def _largest(picked: Tensor, coordinates: Sequence[Array], sizes: Sizes, with_places: bool) -> Any:
-    """Return the first largest value of each window, and with `with_places` its index in the flattened image.
-
-    Args:
-        picked: `[batch, channels, windows..., positions inside...]`.
-        coordinates: per dimension `[windows, positions inside]`, their indices in the image.
-    """
-    count = len(sizes)
-    flat = mint.reshape(picked, (*picked.shape[: 2 + count], math.prod(picked.shape[2 + count :])))
-    # `argmax` returns the first of equal values.
-    best = np.expand_dims(np.argmax(numbers(flat), axis=-1), -1)
-    values = mint.squeeze(shapes.gather(flat, -1, share(best)), -1)
-    if not with_places:
-        return values
-    places = np.zeros((), np.int64)
-    for dim, places_of_dim in enumerate(coordinates):
-        shape = [1] * (2 * count)
-        shape[dim], shape[count + dim] = places_of_dim.shape
-        places = places + places_of_dim.reshape(shape) * math.prod(sizes[dim + 1 :])
-    places = np.broadcast_to(places.reshape(1, 1, *places.shape[:count], -1), flat.shape)
-    return values, share(np.take_along_axis(places, best, -1)[..., 0])
-
-
-def average_pooling(count: int) -> Callable[..., Tensor]:
-    """Return `avg_pool1d` or `avg_pool2d`."""
-
-    def pool(
-        x: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> Tensor:
-        kernel, pads = per_dimension(kernel_size, count), per_dimension(padding, count)
-        steps, gaps = _steps(stride, kernel), (1,) * count
-        sizes = tuple(x.shape[2:])
-        counts, around = _covered(sizes, kernel, steps, pads, gaps, ceil_mode)
-        picked = windows(padded(x, around, 0.0), counts, kernel, steps, gaps)
-        sums = reductions.total(picked, tuple(range(2 + count, picked.ndim)))
-        if divisor_override:
-            return pointwise.div(sums, divisor_override)
-        edges = pads if count_include_pad else (0,) * count
-        # The number of elements that each window averages: with `count_include_pad` the given padding counts, what
-        # `ceil_mode` adds never does.
-        inside = [
-            np.minimum(np.arange(n) * s - p + k, size + e) - np.maximum(np.arange(n) * s - p, -e)
-            for n, s, p, k, size, e in zip(counts, steps, pads, kernel, sizes, edges, strict=True)
-        ]
-        return pointwise.div(sums, share(_outer(inside).astype(HOST_DTYPES[x.dtype])))
-
-    return with_batch(pool, count)
-
-
-def _outer(vectors: Sequence[Array]) -> Array:
-    result = np.ones(())
-    for vector in vectors:
-        result = result[..., None] * vector
-    return result
-
-
-def _part(index: int, size: int, parts: int) -> tuple[int, int]:
-    """Return the start and end of a region of an adaptive pool; neighbouring regions may overlap."""
-    return index * size // parts, -(-(index + 1) * size // parts)
-
-
-def adaptive_average_pooling(count: int) -> Callable[..., Tensor]:
-    """Return `adaptive_avg_pool1d` or `2d`: means over regions, one dimension after the other."""
-
-    def pool(x: Tensor, output_size: Any) -> Tensor:
-        for dim, parts in enumerate(_wanted(x, output_size, count), 2):
-            size = x.shape[dim]
-            matrix = np.zeros((parts, size))
-            for i in range(parts):
-                begin, end = _part(i, size, parts)
-                matrix[i, begin:end] = 1 / (end - begin)
-            x = products.times_matrix(x, dim, matrix)
-        return x
-
-    return with_batch(pool, count)
-
-
-def _wanted(x: Tensor, output_size: Any, count: int) -> Sizes:
-    given = (output_size,) * count if output_size is None or isinstance(output_size, int) else tuple(output_size)
-    return tuple(size if n is None else n for n, size in zip(given, x.shape[2:], strict=True))
-
-
-MODES = ("nearest", "linear", "bilinear")
-
-
-def interpolate(
-    x: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-) -> Tensor:
-    """Resize `[batch, channels, positions...]` to `size`, or by `scale_factor`; arguments are torch's.
-
-    Raises:
-        CapabilityError: a mode other than nearest, linear and bilinear.
-    """
-    if mode not in MODES:
-        raise CapabilityError(
-            f"interpolate with mode={mode!r} is not composed on MindSpore's CPU: use one of {', '.join(MODES)} there, "
-            "or run on Ascend or on the torch platform"
-        )
-    count = x.ndim - 2
-    scales = [None] * count if scale_factor is None else per_dimension(scale_factor, count)
-    sizes = tuple(x.shape[2:])
-    if size is not None:
-        wanted = per_dimension(size, count)
-    else:
-        wanted = tuple(math.floor(old * scale) for old, scale in zip(sizes, scales, strict=True))
-    # torch computes positions with the given scale, not with the quotient of the rounded sizes, unless
-    # recompute_scale_factor is set.
-    known = [None] * count if recompute_scale_factor else scales
-    for dim, (before, after, scale) in enumerate(zip(sizes, wanted, known, strict=True), 2):
-        # Positions in the old image per position in the new one.
-        ratio = 1 / scale if scale else before / after
-        if mode == "nearest":
-            matrix = _nearest(np.arange(after) * ratio, before)
-        elif align_corners:
-            matrix = _linear(np.arange(after) * ((before - 1) / max(1, after - 1)), before)
-        else:
-            matrix = _linear((np.arange(after) + 0.5) * ratio - 0.5, before)
-        x = products.times_matrix(x, dim, matrix)
-    return x
-
-
-def _nearest(places: Array, size: int) -> Array:
-    # Positions are quotients; just below an integer by rounding they mean that integer.
-    return _weights([(np.floor(places + 1e-9), np.ones(len(places)))], size)
-
-
-def _linear(places: Array, size: int) -> Array:
-    places = np.maximum(places, 0)
-    low = np.floor(places)
-    return _weights([(low, 1 - (places - low)), (low + 1, places - low)], size)
-
-
-def _weights(terms: Sequence[tuple[Array, Array]], size: int) -> Array:
-    """Return the matrix `[new positions, old positions]` for pairs of old positions and their weights.
-
-    Positions outside the image are moved to its edge.
-    """
-    matrix = np.zeros((len(terms[0][0]), size))
-    for places, weights in terms:
-        # As torch, edges are replicated.
-        inside = np.clip(places, 0, size - 1).astype(np.int64)
-        np.add.at(matrix, (np.arange(len(places)), inside), weights)
-    return matrix
 
 
 F = mint.nn.functional
@@ -514,11 +357,6 @@ IMAGE_KERNELS: dict[str, Callable[..., Any]] = {
     "conv2d": convolution(2),
     "max_pool1d": max_pooling(1),
     "max_pool2d": max_pooling(2),
-    "avg_pool1d": average_pooling(1),
-    "avg_pool2d": average_pooling(2),
-    "adaptive_avg_pool1d": adaptive_average_pooling(1),
-    "adaptive_avg_pool2d": adaptive_average_pooling(2),
-    "interpolate": interpolate,
 }
 KERNELS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,

@@ -11,7 +11,7 @@ from mindspore import Tensor, mint
 
 from hp_platform_mindspore.ops.cpu_kernels import pointwise, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty, marked_as_saving
-from hp_platform_mindspore.tensor.memory import HOST_DTYPES, share
+from hp_platform_mindspore.tensor.memory import share
 
 F = mint.nn.functional
 
@@ -95,13 +95,6 @@ def scaled_dot_product_attention(
 def _future(queries: int, keys: int) -> Tensor:
     """Return the mask `[queries, keys]` that is True for keys after the query's position."""
     return share(np.triu(np.ones((queries, keys), np.bool_), 1))
-
-
-def times_matrix(x: Tensor, dim: int, matrix: np.ndarray[Any, Any]) -> Tensor:
-    """Multiply dimension `dim` of `x` by a constant host matrix `[new size, old size]`."""
-    # A constant, so only `x` gets a gradient.
-    weight = share(matrix.astype(HOST_DTYPES[x.dtype]))
-    return mint.transpose(matmul(mint.transpose(x, dim, -1), mint.transpose(weight, 0, 1)), dim, -1)
 
 
 def einsum(equation: str, *operands: Any) -> Tensor:

@@ -183,26 +183,6 @@ def cumprod(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     return custom_function(lambda t: mint.cumprod(t, dim), gradient, x)
 
 
-def cummax_or_cummin(better: Callable[[Array, Array], Array]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `cummax` or `cummin`, which give the last index of several equal values, as torch."""
-
-    def found(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        values = np.moveaxis(numbers(x), dim, 0)
-        position = np.zeros(values.shape, np.int64)
-        for i in range(1, len(values)):
-            # O(n) steps, each vectorized over the other dimensions.
-            best = np.take_along_axis(values, position[i - 1 : i], 0)[0]
-            # `>=` selects the later of equal indices; a NaN stays selected once it occurs.
-            position[i] = np.where(better(values[i], best) | np.isnan(values[i]), i, position[i - 1])
-        where = share(np.ascontiguousarray(np.moveaxis(position, 0, dim)))
-        return shapes.gather(x, dim, where), where
-
-    return found
-
-
-Position = Callable[[Array, int], Array]
-
-
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """Return the `k` largest (or smallest) values in order and their indices; of equal values the lower index."""
     if k < 0:
@@ -267,100 +247,9 @@ def _selected(x: Tensor, dim: int, position: Array, keepdim: bool) -> tuple[Tens
     return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
 
 
-def selection_by(find: Position, alone: bool = True) -> Callable[..., Any]:
-    """Return an operation that selects one element along a dimension.
-
-    With `alone`, a call without a dimension returns the value among all elements, without its index.
-    """
-
-    def found(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-        if dim is None and alone:
-            return _selected(flattened(x), 0, find(numbers(flattened(x)), 0), False)[0]
-        dim = -1 if dim is None else dim
-        return _selected(x, dim, find(numbers(x), dim), keepdim)
-
-    return found
-
-
-def _median(values: Array, dim: int) -> Array:
-    """Return the index of the median, the lower of two; of a NaN if there is one, as torch."""
-    order = np.argsort(values, axis=dim, kind="stable")
-    # In torch a NaN among the values is their median.
-    nans = np.isnan(values).sum(axis=dim, keepdims=True)
-    # NaNs are sorted last, so this is the rank of the first of them if there is one.
-    rank = np.where(nans > 0, values.shape[dim] - nans, (values.shape[dim] - 1) // 2)
-    return np.take_along_axis(order, rank, dim)
-
-
-def _nanmedian(values: Array, dim: int) -> Array:
-    order = np.argsort(values, axis=dim, kind="stable")
-    count = (~np.isnan(values)).sum(axis=dim, keepdims=True)
-    return np.take_along_axis(order, np.maximum(count - 1, 0) // 2, dim)
-
-
-def _mode(values: Array, dim: int) -> Array:
-    """Return the last index of the most frequent value (the smallest of several), as torch."""
-    moved = np.moveaxis(values, dim, -1)
-    rows = moved.reshape(-1, moved.shape[-1])
-    found = np.empty(len(rows), np.int64)
-    for i, row in enumerate(rows):
-        # `np.unique` sorts, and argmax takes the first of equal counts: the smallest value.
-        distinct, counts = np.unique(row, return_counts=True)
-        found[i] = np.flatnonzero(row == distinct[np.argmax(counts)])[-1]
-    return np.moveaxis(found.reshape(*moved.shape[:-1], 1), -1, dim)
-
-
-def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the `k`-th smallest value along a dimension, counted from 1, and its index."""
-    if k < 1:
-        raise IndexError(f"kthvalue: expected k from 1 on, got {k}")
-    order = np.argsort(numbers(x), axis=dim, kind="stable")
-    return _selected(x, dim, np.take(order, [k - 1], axis=dim), keepdim)
-
-
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     dims = tuple(range(x.ndim)) if dim is None else dim
     return amin(x, dims, keepdim), amax(x, dims, keepdim)
-
-
-def quantile(skip_nan: bool) -> Callable[..., Tensor]:
-    """Return `quantile` or `nanquantile` for one number `q`."""
-
-    def found(
-        x: Tensor, q: float, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear"
-    ) -> Tensor:
-        if not 0 <= q <= 1:
-            raise ValueError(f"quantile: expected q from 0 to 1, got {q}")
-        if dim is None:
-            shape = (1,) * x.ndim if keepdim else ()
-            return mint.reshape(found(flattened(x), q, 0, interpolation=interpolation), shape)
-        values = numbers(x)
-        order, nans = np.argsort(values, axis=dim, kind="stable"), np.isnan(values).sum(axis=dim, keepdims=True)
-        last = values.shape[dim] - 1 - (nans if skip_nan else 0)
-        place = np.where(nans * (not skip_nan) > 0, values.shape[dim] - 1.0, q * np.maximum(last, 0))
-        low, weight = _interpolated(place, interpolation)
-        # Both neighbours are gathered and interpolated by differentiable operations. An integer rank needs none above.
-        ranks = low, low + (weight > 0)
-        below, above = (_selected(x, dim, np.take_along_axis(order, rank, dim), keepdim)[0] for rank in ranks)
-        part = share(weight.reshape(tuple(below.shape)).astype(HOST_DTYPES[x.dtype]))
-        return pointwise.add(below, pointwise.mul(pointwise.sub(above, below), part))
-
-    return found
-
-
-def _interpolated(place: Array, how: str) -> tuple[Array, Array]:
-    """Return the rank below a fractional rank, and the weight of the rank above."""
-    low = np.floor(place).astype(np.int64)
-    part = place - low
-    rounded = {
-        "lower": 0.0 * part,
-        "higher": np.ceil(part),
-        "nearest": np.round(place) - low,
-        "midpoint": 0.5 * (part > 0),
-    }
-    if how != "linear" and how not in rounded:
-        raise ValueError(f"quantile: interpolation must be linear or one of {', '.join(rounded)}, got {how!r}")
-    return low, rounded.get(how, part)
 
 
 ORDER_KERNELS: dict[str, Callable[..., Any]] = {
@@ -372,12 +261,6 @@ ORDER_KERNELS: dict[str, Callable[..., Any]] = {
     "max": max_or_min("max"),
     "min": max_or_min("min"),
     "aminmax": aminmax,
-    "median": selection_by(_median),
-    "nanmedian": selection_by(_nanmedian),
-    "mode": selection_by(_mode, alone=False),
-    "kthvalue": kthvalue,
-    "quantile": quantile(False),
-    "nanquantile": quantile(True),
     "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
     "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
 }
@@ -401,7 +284,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "cumsum": cumsum,
     "cumprod": cumprod,
     "logcumsumexp": lambda x, dim: ops.logcumsumexp(x, dim) if x.size else pointwise.clone(x),
-    "cummax": cummax_or_cummin(np.greater_equal),
-    "cummin": cummax_or_cummin(np.less_equal),
     **ORDER_KERNELS,
 }

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
-from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share
+from hp_platform_mindspore.tensor.memory import numbers, share
 
 Array = np.ndarray[Any, Any]
 
@@ -64,14 +65,13 @@ def _added(x: Tensor, places: Array, values: Tensor) -> Tensor:
 
 
 def scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, reduce: Any = None) -> Tensor:
+    if reduce is not None:
+        raise CapabilityError(f"scatter with reduce={reduce!r} is not composed on MindSpore's CPU; use scatter_add")
     places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
     given = value if src is None else src
     if not isinstance(given, Tensor):
         given = creation.full(index.shape, given, x.dtype)
-    source = _leading(given, places.shape)
-    if reduce in ("add", "multiply"):
-        return _reduced(x, places, source, {"add": "sum", "multiply": "prod"}[reduce], True)
-    return _replaced(x, places, source)
+    return _replaced(x, places, _leading(given, places.shape))
 
 
 def _leading(src: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -86,77 +86,8 @@ def scatter_add(x: Tensor, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return _added(x, places, _leading(src, places.shape))
 
 
-def scatter_reduce(
-    x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
-    places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
-    return _reduced(x, places, _leading(src, places.shape), reduce, include_self)
-
-
-def index_reduce(
-    x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: str, *, include_self: bool = True
-) -> Tensor:
-    return _reduced(x, _rows(tuple(x.shape), dim, numbers(index)), source, reduce, include_self)
-
-
-def _reduced(x: Tensor, places: Array, values: Tensor, reduce: str, include_self: bool) -> Tensor:
-    """Reduce the values for each element by sum, prod, mean, amax or amin; with `include_self` also the element of `x`.
-
-    Values are arranged in one row per element of `x`, padded with the neutral element.
-    """
-    if is_empty(values, x):
-        return pointwise.add(x, filled(0, x.shape, values))
-    neutral = {"sum": 0.0, "mean": 0.0, "prod": 1.0, "amax": -math.inf, "amin": math.inf}
-    if reduce not in neutral:
-        raise ValueError(f"reduce must be one of {', '.join(neutral)}, got {reduce!r}")
-    # One row per element of `x`, so that each reduction is a dense one with the right gradient.
-    table, counts = _by_element(places.reshape(-1), x.size, places.size)
-    padded = shapes.cat([reductions.flattened(values), creation.full((1,), neutral[reduce], values.dtype)], 0)
-    rows = ops.gather(padded, share(table), 0)
-    written = share(counts > 0)
-    # Without `include_self`, elements that are written start from the neutral element.
-    own = (
-        reductions.flattened(x)
-        if include_self
-        else pointwise.masked_fill(reductions.flattened(x), written, neutral[reduce])
-    )
-    rows = shapes.cat([mint.unsqueeze(own, 1), rows], 1)
-    if reduce in ("sum", "mean"):
-        result = reductions.total(rows, 1)
-        if reduce == "mean":
-            divisor = np.maximum(counts + (1 if include_self else 0), 1)
-            result = pointwise.div(result, share(np.where(counts > 0, divisor, 1).astype(HOST_DTYPES[x.dtype])))
-    elif reduce == "prod":
-        result = mint.prod(rows, 1)
-    else:
-        result = {"amax": reductions.amax, "amin": reductions.amin}[reduce](rows, 1)
-    return mint.reshape(pointwise.where(written, result, reductions.flattened(x)), x.shape)
-
-
-def _by_element(places: Array, size: int, absent: int) -> tuple[Array, Array]:
-    """Tabulate which values go to each element, and count them.
-
-    Returns the table `[size, maximum count]`, padded with the number `absent`, and the counts `[size]`.
-    """
-    counts = np.bincount(places, minlength=size)
-    order = np.argsort(places, kind="stable")
-    # Rank of a value among those for its element, in the order of the values.
-    rank = np.arange(places.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    table = np.full((size, counts.max()), absent)
-    table[places[order], rank] = order
-    return table, counts
-
-
 def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
     return _added(x, _rows(tuple(x.shape), dim, numbers(index)), source if alpha == 1 else source * alpha)
-
-
-def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    mask = np.zeros(tuple(x.shape), np.bool_)
-    mask.reshape(-1)[_rows(tuple(x.shape), dim, numbers(index)).reshape(-1)] = True
-    if not isinstance(value, Tensor):
-        return pointwise.masked_fill(x, share(mask), value)
-    return pointwise.where(share(mask), shapes.expand(pointwise.cast(value, x.dtype), x.shape), x)
 
 
 def index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
@@ -207,17 +138,6 @@ def unique(x: Tensor, sorted: bool = True, return_inverse: bool = False, return_
     return _chosen(values, inverse.reshape(x.shape), counts, return_inverse, return_counts)
 
 
-def unique_consecutive(x: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: None = None) -> Any:
-    if dim is not None:
-        raise TypeError("unique_consecutive of DTensors takes no dim")
-    flat = numbers(x).reshape(-1)
-    first = np.ones(flat.size, np.bool_)
-    # True where a run of equal values starts.
-    first[1:] = flat[1:] != flat[:-1]
-    inverse = np.cumsum(first) - 1
-    return _chosen(flat[first], inverse.reshape(x.shape), np.bincount(inverse), return_inverse, return_counts)
-
-
 def _chosen(values: Array, inverse: Array, counts: Array, with_inverse: bool, with_counts: bool) -> Any:
     extra = [array.astype(np.int64) for array, wanted in ((inverse, with_inverse), (counts, with_counts)) if wanted]
     found = [share(np.ascontiguousarray(array)) for array in (values, *extra)]
@@ -227,16 +147,11 @@ def _chosen(values: Array, inverse: Array, counts: Array, with_inverse: bool, wi
 KERNELS: dict[str, Callable[..., Any]] = {
     "scatter": scatter,
     "scatter_add": scatter_add,
-    "scatter_reduce": scatter_reduce,
     "index_add": index_add,
-    "index_copy": lambda x, dim, index, source: _replaced(x, _rows(tuple(x.shape), dim, numbers(index)), source),
-    "index_fill": index_fill,
-    "index_reduce": index_reduce,
     "index_put_": index_put,
     "take_along_dim": take_along_dim,
     "masked_select": masked_select,
     "nonzero": nonzero,
     "argwhere": nonzero,
     "unique": unique,
-    "unique_consecutive": unique_consecutive,
 }

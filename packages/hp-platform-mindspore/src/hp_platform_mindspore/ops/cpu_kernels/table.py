@@ -27,13 +27,23 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 """By canonical name, on plain tensors, with torch's order of arguments."""
 
-_POOLS = "pool rows and columns with the 1-d and 2-d pools"
+_POOLS = "pool rows and columns with max_pool1d and max_pool2d, or take the mean of slices"
+_SORTED = "sort along the dimension and pick by position"
 NOT_COMPOSED: dict[str, str] = {
     "conv3d": "apply conv2d to slices and add",
-    **{f"conv_transpose{n}d": "resize with interpolate and apply conv1d or conv2d" for n in (1, 2, 3)},
-    **{f"{kind}_pool3d": _POOLS for kind in ("max", "avg", "adaptive_avg", "adaptive_max")},
+    **{f"conv_transpose{n}d": "multiply by a matrix of the kernel" for n in (1, 2, 3)},
+    "max_pool3d": _POOLS,
+    **{f"{kind}_pool{n}d": _POOLS for kind in ("avg", "adaptive_avg") for n in (1, 2, 3)},
     **{f"adaptive_max_pool{n}d": f"use max_pool{n}d with the kernel size that gives the wanted size" for n in (1, 2)},
+    "adaptive_max_pool3d": _POOLS,
+    "interpolate": "multiply each dimension by a matrix of weights",
     **dict.fromkeys(("im2col", "col2im"), "index the windows and use matmul"),
+    **dict.fromkeys(("median", "nanmedian", "mode", "kthvalue", "quantile", "nanquantile"), _SORTED),
+    **dict.fromkeys(("cummax", "cummin"), "use amax or amin of slices"),
+    **dict.fromkeys(("scatter_reduce", "index_reduce"), "use scatter_add or index_add for sums"),
+    "index_copy": "use scatter",
+    "index_fill": "use masked_fill",
+    "unique_consecutive": "compare neighbours",
 }
 """Operations with a sharding rule that MindSpore's CPU lacks and that are not composed; what to use instead."""
 
@@ -46,6 +56,6 @@ def check_composed(name: str) -> None:
     """
     if name in NOT_COMPOSED:
         raise CapabilityError(
-            f"{name} of DTensors does not work on MindSpore's CPU, which lacks kernels for it; it works on Ascend and "
-            f"on the torch platform. On this CPU, {NOT_COMPOSED[name]}"
+            f"{name} of DTensors is not composed for MindSpore's CPU, which lacks kernels for it. Run it on Ascend, if "
+            f"MindSpore has it there, or on the torch platform; here, {NOT_COMPOSED[name]}"
         )
