@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy
 import pytest
 from fsdp_training import VOCABULARY, Case, build, full_value, micro_loss, shard, shard_last_dim
@@ -18,9 +16,7 @@ from hp_dtensor.testing.simulated import run_ranks
 from hp_fsdp import (
     FSDPStateError,
     MixedPrecisionPolicy,
-    full_parameters,
     fully_shard,
-    get_storage,
     summon_full_params,
 )
 
@@ -58,8 +54,6 @@ def test_whole_parameters_are_shown_and_what_is_written_counts(hp_platform, size
         assert all(x is objects[name] for name, x in hp_platform.named_parameters(model))
         for name, value in _everything(hp_platform, model).items():
             numpy.testing.assert_array_equal(value, before[name] + numpy.float32(1))
-        for name, value in full_parameters(model):
-            numpy.testing.assert_array_equal(_host(hp_platform, value), before[name] + numpy.float32(1))
         with summon_full_params(model.blocks[0], writeback=False):
             hp_platform.copy_(model.blocks[0].scale, hp_platform.zeros((1,), hp_platform.dtype("float32")))
         numpy.testing.assert_array_equal(full_value(hp_platform, model.blocks[0].scale), before["blocks.0.scale"] + 1)
@@ -157,41 +151,8 @@ def test_a_tensor_parallel_parameter_is_whole_on_its_data_parallel_axes(hp_platf
             weight = model.blocks[0].up.weight
             assert weight.device_mesh.mesh_dim_names == ("tp",)
             numpy.testing.assert_array_equal(full_value(hp_platform, weight), expected)
-        found = {name: _host(hp_platform, x) for name, x in full_parameters(model)}
-        numpy.testing.assert_array_equal(found["blocks.0.up.weight"], expected)
 
     run_ranks(rank, 4, hp_platform)
-
-
-def test_one_whole_parameter_at_a_time(hp_platform, monkeypatch):
-    """A gather allocates the full tensor once and nothing else, and frees the one before that the caller still has."""
-    allocated = {}
-    empty = hp_platform.empty
-
-    def counted(shape, dtype, device=None):
-        mine = allocated.setdefault(current_world(hp_platform).rank, [])
-        mine.append(math.prod(shape) * hp_platform.itemsize(dtype))
-        return empty(shape, dtype, device)
-
-    def rank():
-        model = _sharded(hp_platform)
-        storage = get_storage(hp_platform)
-        expected = _everything(hp_platform, model)
-        mine = allocated.setdefault(current_world(hp_platform).rank, [])
-        held = []
-        mine.clear()
-        for name, full in full_parameters(model):
-            one = 4 * math.prod(full.shape)
-            assert mine == [one]
-            numpy.testing.assert_array_equal(_host(hp_platform, full), expected.pop(name))
-            held.append(full)
-            assert sum(storage.held_bytes(x) for x in held) == one
-            mine.clear()
-        assert not expected
-        assert sum(storage.held_bytes(x) for x in held) == 0
-
-    monkeypatch.setattr(hp_platform, "empty", counted)
-    run_ranks(rank, 2, hp_platform)
 
 
 def test_mixed_precision_shows_the_parameters_own_dtype(hp_platform):

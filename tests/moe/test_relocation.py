@@ -231,7 +231,6 @@ def test_states_are_neither_given_nor_taken_while_experts_are_away(platform):
         for call in (
             lambda: state.get_model_state_dict(parent),
             lambda: state.set_model_state_dict(parent, saved),
-            lambda: dict(state.full_parameters(parent)),
             lambda: state.summon_full_params(parent).__enter__(),
             parent.state_dict,
             lambda: parent.load_state_dict(saved),

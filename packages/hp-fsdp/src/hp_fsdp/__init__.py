@@ -14,7 +14,7 @@ from hp_fsdp.exceptions import (
     LossScalingError,
     StateDictError,
 )
-from hp_fsdp.full_parameters import full_parameters, summon_full_params
+from hp_fsdp.full_parameters import summon_full_params
 from hp_fsdp.grad_scaler import GradScaler
 from hp_fsdp.memory import MemoryMeter, MemoryUse, PlannedBuffer, PlannedParameter, memory_use, plan_group
 from hp_fsdp.plugins import get_storage
@@ -66,7 +66,6 @@ __all__ = [
     "StateDictError",
     "StateDictOptions",
     "UnshardHandle",
-    "full_parameters",
     "fully_shard",
     "get_model_state_dict",
     "get_optimizer_state_dict",

@@ -1,4 +1,4 @@
-"""Temporary access to full parameters: to all of a module in a context, or to one after the other."""
+"""Temporary access to the full parameters of a module."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 
 from hp_dtensor.parallel.distribute_module import check_state
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp import _model_state as _state
 from hp_fsdp._engine.forward import groups_below, platform_of_model, state_of
 from hp_fsdp._engine.param_group import ParameterGroup
 from hp_fsdp._engine.parameters import FSDPParameter
-from hp_fsdp._model_state import gather_full
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.storage import ParameterStorage
@@ -70,41 +68,6 @@ def summon_full_params(module: Module, *, recurse: bool = True, writeback: bool 
     # Full parameters that are retained between uses (ZeRO 0 to 2) are out of date now.
     if writeback:
         _state.regather(groups)
-
-
-def full_parameters(module: Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and full value of each parameter, one after the other. Every rank must iterate.
-
-    At most one full parameter exists at a time: the memory of a yielded tensor is freed when the iterator advances.
-    Copy values that you need longer, and NumPy arrays over them too. A tied parameter is yielded once.
-
-    Examples:
-        >>> def program():
-        ...     with nn.building(platform):
-        ...         model = nn.Linear(4, 6)
-        ...     fully_shard(model, init_device_mesh("cpu", (2,)))
-        ...     return {name: tuple(x.shape) for name, x in full_parameters(model)}
-        >>> run_ranks(program, 2)[0]
-        {'weight': (6, 4)}
-    """
-    storage = get_storage(platform_of_model(module))
-    check_state(storage.platform, module)
-    seen: set[int] = set()
-    for name, parameter in _state.named_parameters(storage.platform, module).items():
-        # Ties are the same on all ranks, so that every rank skips the same ones and collectives match.
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        if not isinstance(parameter, DTensor):
-            yield name, storage.platform.detach(parameter)
-            continue
-        full = gather_full(storage, parameter)
-        try:
-            yield name, full
-        finally:
-            # Torch refuses if a NumPy array shares the memory, which then lives as long as the array.
-            with contextlib.suppress(RuntimeError):
-                storage.release(full)
 
 
 def _check(platform: Platform, module: str, groups: list[ParameterGroup], writeback: bool) -> None:
