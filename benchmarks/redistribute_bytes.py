@@ -12,9 +12,14 @@ import itertools
 import logging
 import math
 import sys
+from pathlib import Path
 
 from hp_dtensor import DeviceMesh, fake_world, plan_redistribute
-from hp_dtensor.testing.rule_proof import exhaustive_volumes, mean_bytes, placement_options
+from hp_dtensor.testing.rule_proof import placement_options
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "packages/hp-dtensor/tests"))
+
+from exhaustive_search import exhaustive_volumes, mean_bytes
 
 MESHES = ((2, 2), (2, 4), (2, 2, 2))
 SHAPE = (8, 8)

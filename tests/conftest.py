@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,3 +64,47 @@ def torch_or(hp_platform):
 def torch_suffices(torch_or):
     """Skip a test of component code on other platforms than torch, where other tests run the same code."""
     torch_or(False)
+
+
+CASES = "hp_cases"
+"""The property of a report that holds [label, cases right, cases refused as declared]."""
+
+
+@pytest.fixture
+def count_cases(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """`count_cases(label, right, refused)`: cases that this test tried; the sums by label are shown at the end."""
+
+    def count(label: str, right: int, refused: int = 0) -> None:
+        record_property(CASES, [label, right, refused])
+
+    return count
+
+
+def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
+    """With -v, report the number of cases that a proof counted."""
+    if not isinstance(report, pytest.TestReport):  # the report of a skipped module
+        return None
+    counts: list[Any] = [value for name, value in report.user_properties if name == CASES]
+    if report.when != "call" or not report.passed or not counts:
+        return None
+    _, right, refused = counts[0]
+    return "passed", ".", _counted(right, refused)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Write the cases of all proofs by their label."""
+    everything = itertools.chain.from_iterable(terminalreporter.stats.values())
+    reports = (report for report in everything if getattr(report, "when", None) == "call")
+    properties = itertools.chain.from_iterable(report.user_properties for report in reports)
+    totals: dict[str, tuple[int, int]] = {}
+    for label, right, refused in (value for name, value in properties if name == CASES):
+        before = totals.get(label, (0, 0))
+        totals[label] = before[0] + right, before[1] + refused
+    if totals:
+        terminalreporter.section(f"cases of the proofs, share {config.getoption('--hp-share')}")
+    for label, (right, refused) in totals.items():
+        terminalreporter.write_line(f"{label}: {_counted(right, refused)}")
+
+
+def _counted(right: int, refused: int) -> str:
+    return f"{right:,} right" + (f", {refused:,} refused as declared" if refused else "")

@@ -69,37 +69,6 @@ def test_workers_begin_with_tests_that_start_ranks(tmp_path):
         assert ran == expected.split(), shown
 
 
-LONG = """
-import pytest
-
-@pytest.mark.parametrize("number", range(4))
-def test_number(number):
-    assert number != {failing}
-"""
-
-
-def test_a_test_whose_fixtures_end_badly_is_not_done(tmp_path):
-    (tmp_path / "test_left.py").write_text(
-        "import pytest\n\n@pytest.fixture\ndef bad():\n    yield\n    assert False\n\ndef test_one(bad):\n    pass\n"
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--hp-done", "done.txt"]
-    for _ in range(2):
-        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
-        assert "1 passed, 1 error" in shown
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_proof_goes_on_where_it_was_stopped(tmp_path, workers):
-    pytest.importorskip("xdist")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"-n{workers}", "--hp-done", "done.txt"]
-    for failing, passed, message in ((2, "013", "1 failed, 3 passed"), (None, "0123", "1 passed")):
-        (tmp_path / "test_long.py").write_text(LONG.format(failing=failing))
-        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout
-        assert message in shown
-        done = (tmp_path / "done.txt").read_text().splitlines()
-        assert sorted(done) == [f"test_long.py::test_number[{number}]" for number in passed]
-
-
 def test_a_free_port_is_none_that_the_system_gives(free_port):
     range_ = Path("/proc/sys/net/ipv4/ip_local_port_range")
     # Linux is assumed where the range cannot be read; a range of nearly all ports leaves none to choose from.

@@ -7,6 +7,7 @@ import math
 import time
 
 import pytest
+from exhaustive_search import exhaustive_volumes
 
 from hp_dtensor import (
     DeviceMesh,
@@ -24,7 +25,7 @@ from hp_dtensor.redistribute import segments
 from hp_dtensor.redistribute.exchange import least_volume
 from hp_dtensor.redistribute.segments import elements_in_place
 from hp_dtensor.spec.tensor_spec import split_ranges
-from hp_dtensor.testing.rule_proof import exhaustive_volumes, placement_options
+from hp_dtensor.testing.rule_proof import placement_options
 
 R, P = Replicate(), Partial()
 

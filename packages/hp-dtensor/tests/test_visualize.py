@@ -12,7 +12,6 @@ from hp_dtensor import (
     Shard,
     StridedShard,
     TensorSpec,
-    draw_sharding,
     fake_world,
     visualize_sharding,
 )
@@ -90,18 +89,3 @@ def test_too_many_cells_are_refused():
 )
 def test_ranks_are_shortened(ranks, text):
     assert shorten(ranks) == text
-
-
-def test_colors_need_rich():
-    pytest.importorskip("rich")
-    colored = visualize_sharding(spec((4, 4), (Shard(0), Replicate())), color=True)
-    assert "\x1b[" in colored
-    assert "0,1" in colored
-
-
-@pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml")])
-def test_an_image_is_written(tmp_path, ending, start):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / f"picture.{ending}"
-    draw_sharding(spec((5, 3), (Shard(0), Shard(1))), str(path))
-    assert path.read_bytes().startswith(start)

@@ -7,6 +7,7 @@ import functools
 import numpy
 import pytest
 from moe_layouts import BY_DISPATCHER, DIM, LAYOUTS, train
+from slow_link import slow_link
 from test_expert_parallel import CLOSE, NUM_SAMPLES
 
 from hp_dtensor.comm.links import Links
@@ -14,7 +15,7 @@ from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.init import Normal, init_parameters
-from hp_dtensor.testing import run_ranks, slow_link
+from hp_dtensor.testing import run_ranks
 from hp_moe import (
     AllToAllDispatcher,
     AutoDispatcher,

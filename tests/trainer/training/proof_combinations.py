@@ -1,8 +1,7 @@
 """All combinations of parallel axes up to eight simulated ranks train as one rank does, bit by bit the same each time.
 
 Those of up to four ranks do on processes too. 20 steps of each, and the first five once more. They take hours: parts of
-them, each drawn from all, are chosen by `--hp-share N/M`, and with `--hp-done FILE` a run goes on where the last one
-was stopped.
+them, each drawn from all, are chosen by `--hp-share N/M`.
 """
 
 from __future__ import annotations

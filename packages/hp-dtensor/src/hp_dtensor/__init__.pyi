@@ -83,8 +83,6 @@ from hp_dtensor.tensor.init import materialize as materialize
 from hp_dtensor.tensor.local_map import custom_shard as custom_shard
 from hp_dtensor.tensor.local_map import local_map as local_map
 from hp_dtensor.tensor.redistribution import batch_redistribute as batch_redistribute
-from hp_dtensor.visualize import draw_sharding as draw_sharding
-from hp_dtensor.visualize import print_sharding as print_sharding
 from hp_dtensor.visualize import visualize_sharding as visualize_sharding
 
 __version__: str

@@ -1,4 +1,4 @@
-"""Visualization of shardings: which ranks hold which region of a tensor, as text or as an image."""
+"""Visualization of shardings: a table of the ranks that hold each region of a tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hp_dtensor.tensor.dtensor import DTensor
 
 Boundary = tuple[int, int]
 MAX_CELLS = 1024
-_COLORS = ("blue", "green", "magenta", "cyan", "yellow", "red", "white")
 
 
 @dataclass(frozen=True)
@@ -70,76 +69,28 @@ def sharding_picture(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> Shard
     return ShardingPicture(spec, shown, rows, columns, _holders(held, rows, columns))
 
 
-def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1), *, color: bool | None = None) -> str:
+def visualize_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> str:
     """Return a table of a spec or a DTensor with the ranks that hold each region of the tensor.
 
     Args:
         dims: the one or two tensor dimensions to show.
-        color: color cells by their ranks (needs `rich`); default: plain text.
 
     Examples:
         >>> with fake_world(2):
-        ...     table = visualize_sharding(TensorSpec(DeviceMesh("cpu", (2,)), [Shard(0)], (4, 4), None), color=False)
-        >>> "rank 1" in table.lower() or "1" in table
-        True
+        ...     table = visualize_sharding(TensorSpec(DeviceMesh("cpu", (2,)), [Shard(0)], (4, 4), None))
+        >>> table.splitlines()[1:]
+        ['      | [0:4]', '------+------', '[0:2] | 0', '[2:4] | 1']
     """
     picture = sharding_picture(x, dims)
-    if not color:
-        return _plain_table(picture)
-    from rich.console import Console
-
-    console = Console(force_terminal=True, color_system="standard", width=200)
-    with console.capture() as capture:
-        console.print(_rich(picture))
-    return capture.get()
-
-
-def print_sharding(x: TensorSpec | Any, dims: Sequence[int] = (0, 1)) -> None:
-    """Print `visualize_sharding`, in color if `rich` is installed and the output is a terminal.
-
-    Examples:
-        >>> with fake_world(2):
-        ...     print_sharding(TensorSpec(DeviceMesh("cpu", (2,)), [Shard(0)], (4, 4), None))
-    """
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(visualize_sharding(x, dims))
-        return
-    Console().print(_rich(sharding_picture(x, dims)))
-
-
-def draw_sharding(x: TensorSpec | Any, path: str, dims: Sequence[int] = (0, 1)) -> None:
-    """Save an image of a spec or a DTensor. The suffix of `path` selects the format (`.png`, `.svg`, `.pdf`).
-
-    Needs matplotlib: `pip install 'hp-dtensor[image]'`.
-
-    Examples:
-        >>> with fake_world(4):
-        ...     spec = TensorSpec(DeviceMesh("cpu", (2, 2)), [Shard(0), Shard(1)], (8, 8), None)
-        ...     draw_sharding(spec, "sharding.png")
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    picture = sharding_picture(x, dims)
-    figure = Figure(figsize=(2 + 1.4 * len(picture.columns), 1.5 + 0.7 * len(picture.rows)))
-    axes = figure.add_subplot()
-    colors = _color_numbers(picture)
-    for (row, column), ranks in picture.holders.items():
-        (left, right), (top, bottom) = picture.columns[column], picture.rows[row]
-        face = f"C{colors[ranks] % 10}"
-        axes.add_patch(
-            Rectangle((left, top), right - left, bottom - top, facecolor=face, alpha=0.35, edgecolor="black")
-        )
-        axes.text((left + right) / 2, (top + bottom) / 2, picture.cell(row, column), ha="center", va="center")
-    axes.set_xlim(0, max(picture.columns[-1][1], 1))
-    # Row 0 on top, as a matrix is written.
-    axes.set_ylim(max(picture.rows[-1][1], 1), 0)
-    axes.set_xticks(sorted({edge for boundary in picture.columns for edge in boundary}))
-    axes.set_yticks(sorted({edge for boundary in picture.rows for edge in boundary}))
-    axes.set_title(_title(picture))
-    figure.savefig(path, bbox_inches="tight")
+    lines = [["", *map(_range, picture.columns)]] if len(picture.dims) > 1 else []
+    for row, boundary in enumerate(picture.rows):
+        cells = [picture.cell(row, column) for column in range(len(picture.columns))]
+        lines.append([_range(boundary) if picture.dims else "value", *cells])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    body = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    if len(picture.dims) > 1:
+        body.insert(1, "-+-".join("-" * width for width in widths))
+    return "\n".join([_title(picture), *body, *_notes(picture)])
 
 
 # Cells -----------------------------------------------------------------------------------------------------
@@ -213,42 +164,5 @@ def _notes(picture: ShardingPicture) -> list[str]:
     return notes
 
 
-def _plain_table(picture: ShardingPicture) -> str:
-    lines = [["", *map(_range, picture.columns)]] if len(picture.dims) > 1 else []
-    for row, boundary in enumerate(picture.rows):
-        cells = [picture.cell(row, column) for column in range(len(picture.columns))]
-        lines.append([_range(boundary) if picture.dims else "value", *cells])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    body = [" | ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    if len(picture.dims) > 1:
-        body.insert(1, "-+-".join("-" * width for width in widths))
-    return "\n".join([_title(picture), *body, *_notes(picture)])
-
-
 def _range(boundary: Boundary) -> str:
     return f"[{boundary[0]}:{boundary[1]}]"
-
-
-def _color_numbers(picture: ShardingPicture) -> dict[tuple[int, ...], int]:
-    # Cells that are held by the same ranks have the same color.
-    return {ranks: number for number, ranks in enumerate(dict.fromkeys(picture.holders.values()))}
-
-
-def _rich(picture: ShardingPicture) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=_title(picture), caption="\n".join(_notes(picture)) or None, show_lines=True)
-    table.add_column("")
-    for boundary in picture.columns:
-        table.add_column(_range(boundary) if len(picture.dims) > 1 else "")
-    colors = _color_numbers(picture)
-    for row, boundary in enumerate(picture.rows):
-        cells = [
-            Text(picture.cell(row, column), style=f"black on {_COLORS[colors[ranks] % len(_COLORS)]}")
-            if (ranks := picture.holders.get((row, column)))
-            else Text("-")
-            for column in range(len(picture.columns))
-        ]
-        table.add_row(_range(boundary) if picture.dims else "value", *cells)
-    return table

@@ -35,173 +35,8 @@ CONFORMANCE = (
 )
 """The modules of the suites, in the order in which to pass them."""
 
-PROJECT = """\
-[build-system]
-requires = ["hatchling>=1.26"]
-build-backend = "hatchling.build"
-
-[project]
-name = "hp-platform-{name}"
-version = "0.1.0"
-description = "The platform of hp-dtensor for {name}."
-readme = "README.md"
-requires-python = ">=3.11"
-dependencies = ["{requirement}"]  # and the framework
-
-[project.entry-points.hp_dtensor]
-{name} = "{package}.plugin"
-
-[project.entry-points.hp_fsdp]
-{name} = "{package}.fsdp"
-
-[tool.hatch.build.targets.wheel]
-packages = ["src/{package}"]
-"""
-
-README = """\
-# hp-platform-{name}
-
-Written by `python -m hp_dtensor.platform new {name}`. Everything to do raises NotImplementedError and says what.
-
-    pip install -e . pytest
-    pytest -x tests          # the next test that fails, with its message
-    pytest --pyargs {first} --hp-platform={name} --hp-ranks=simulated    # all tests of a step
-
-The guide is docs/writing_a_platform.md of hp-dtensor. Write `tensor.py` first, then `platform.py`, `operations.py` and
-`fsdp.py`. Remove steps from `tests/test_conformance.py` whose component is not installed.
-"""
-
-PLUGIN = '''\
-"""The plugin for hp-dtensor, loaded through the entry-point group `hp_dtensor`."""
-
-import functools
-
-from hp_dtensor import hookimpl
-
-
-@hookimpl
-def hp_platform():
-    return _platform()
-
-
-# The same object each time. The framework is imported only here.
-@functools.cache
-def _platform():
-    from {package}.platform import {title}Platform
-
-    return {title}Platform()
-'''
-
-TENSOR = '''\
-"""The framework's classes, and the class of DTensors."""
-
-from hp_dtensor.tensor.dtensor import DTensor
-
-
-class Tensor:
-    """To do: remove this class, and import the framework's tensor class under this name."""
-
-
-class Module:
-    """To do: remove this class, and import the framework's module class under this name.
-
-    Assignment to an attribute registers parameters and modules. It has `register_buffer(name, tensor)` and `training`.
-    If the framework's class differs, define a subclass of it here.
-    """
-
-
-class {title}DTensor(DTensor, Tensor):
-    """A DTensor: it is its shard, or holds it. `shape` is the global shape. `wrap` sets `_spec`."""
-
-    @property
-    def shape(self):
-        return self._spec.shape
-'''
-
-PLATFORM_HEAD = '''\
-"""`{title}Platform`: the methods that are required. docs/platform_interface.md lists those with a default."""
-
-from hp_dtensor.comm.sockets import SocketProcesses
-from hp_dtensor.dispatch.interception import build_ops
-from hp_dtensor.platform.interface import Platform
-from {package}.operations import KERNELS
-from {package}.tensor import Module, Tensor, {title}DTensor
-
-
-class {title}Platform(SocketProcesses, Platform):
-    name = "{name}"
-    Tensor = Tensor
-    Module = Module
-    DTensor = {title}DTensor
-    device_types = ("cpu",)
-    # To do: the framework's dtypes, {{"float32": framework.float32, ...}}, those of `DTYPE_NAMES` that it has.
-    dtypes = {{}}
-    # To do: names of modules with functions of tensors, such as "{name}".
-    function_modules = ()
-    # To do: names of functions that describe a shard, such as "data_ptr".
-    shard_names = frozenset()
-
-    def __init__(self):
-        self.ops = build_ops(self, KERNELS)
-        # To do: the framework's own functions, methods and operators on DTensors, `x[...]` first, by `intercepting` of
-        # hp_dtensor.dispatch.interception: Tensor.__getitem__ = intercepting(self, "getitem", Tensor.__getitem__)
-
-    @staticmethod
-    def Parameter(x, requires_grad=True):
-        """Return a tensor or DTensor as a leaf that modules register."""
-        raise NotImplementedError("{title}Platform.Parameter: return the framework's parameter of x")
-'''
-
-FSDP = '''\
-"""The plugin for hp-fsdp, loaded through the entry-point group `hp_fsdp`."""
-
-from hp_dtensor import hookimpl
-from hp_fsdp.storage import ParameterStorage
-
-
-@hookimpl
-def hp_fsdp_parameter(platform):
-    return {title}Storage(platform) if platform.name == "{name}" else None
-
-
-class {title}Storage(ParameterStorage):
-    def view(self, buffer, start, shape, outer_dim=0):
-        raise NotImplementedError("{title}Storage.view: a leaf over part of a buffer, sharing its memory")
-
-    def address(self, x):
-        raise NotImplementedError("{title}Storage.address: the address of the data of x")
-
-    def on_gradient(self, tensor, hook):
-        raise NotImplementedError("{title}Storage.on_gradient: call hook() when the gradient of tensor is known")
-
-    def at_end_of_backward(self, callback):
-        raise NotImplementedError("{title}Storage.at_end_of_backward: call callback() when this backward has ended")
-'''
-
-TESTS = '''\
-"""The conformance suites, step by step. The first test that fails is the next to do."""
-
-import os
-import subprocess
-import sys
-
-import pytest
-
-STEPS = [
-{steps}
-]
-
-
-@pytest.mark.parametrize("step", STEPS)
-def test_conformance(step):
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "--pyargs", step]
-    # Real processes: leave out --hp-ranks and -m.
-    command += ["--hp-platform={name}", "--hp-ranks=simulated", "-m", "not real_ranks"]
-    # Wide, so that pytest does not shorten the messages of its summary.
-    done = subprocess.run(command, env={{**os.environ, "COLUMNS": "300"}}, capture_output=True, text=True)
-    if done.returncode:
-        pytest.fail(done.stdout[-6000:] + done.stderr[-2000:], pytrace=False)
-'''
+TEMPLATE = Path(__file__).with_name("template")
+"""The files of the package, with `.txt` behind their names; fields in braces are filled in."""
 
 
 def main(arguments: list[str]) -> int:
@@ -232,20 +67,14 @@ def package_of(name: str) -> dict[str, str]:
     """Return the files of the package by path."""
     words = {"name": name, "package": f"hp_platform_{name}", "title": name.title().replace("_", "")}
     words["requirement"] = _requirement(hp_dtensor.__version__)
-    methods = "".join(f"\n{text}" for text in _methods(words["title"]))
-    steps = "\n".join(f'    "{step}",' for step in CONFORMANCE)
-    source = f"src/{words['package']}"
-    return {
-        "pyproject.toml": PROJECT.format(**words),
-        "README.md": README.format(**words, first=CONFORMANCE[0]),
-        f"{source}/__init__.py": f'"""The platform of hp-dtensor for {name}."""\n',
-        f"{source}/plugin.py": PLUGIN.format(**words),
-        f"{source}/tensor.py": TENSOR.format(**words),
-        f"{source}/operations.py": _operations(),
-        f"{source}/platform.py": PLATFORM_HEAD.format(**words) + methods,
-        f"{source}/fsdp.py": FSDP.format(**words),
-        "tests/test_conformance.py": TESTS.format(**words, steps=steps),
-    }
+    words["first"], words["operations"] = CONFORMANCE[0], _operations()
+    words["steps"] = "\n".join(f'    "{step}",' for step in CONFORMANCE)
+    words["methods"] = "".join(f"\n{text}" for text in _methods(words["title"]))
+    found = {}
+    for file in sorted(TEMPLATE.rglob("*.txt")):
+        path = file.relative_to(TEMPLATE).with_suffix("").as_posix().replace("PACKAGE", words["package"])
+        found[path] = file.read_text(encoding="utf-8").format(**words)
+    return found
 
 
 def _requirement(version: str) -> str:

@@ -6,7 +6,6 @@ Loaded by every pytest run that finds hp-dtensor installed, so it imports nothin
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 import socket
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 
-CASES = "hp_cases"
-"""The property of a report that holds [label, cases right, cases refused as declared]."""
 _FIRST_PORT = 10_000  # below are the ports of system services
 
 
@@ -48,12 +45,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the cases of each proof only share N of M equal ones, to split it over machines (default: all)",
     )
     group.addoption(
-        "--hp-done",
-        metavar="FILE",
-        help="leave out tests whose names are lines of FILE, and add those that pass, so that a proof goes on where it "
-        "was stopped; a file for each platform and each version of the sources",
-    )
-    group.addoption(
         "--hp-one-core",
         action="store_true",
         help="keep this process, or each worker of pytest-xdist, and the ranks that it starts on one core: for "
@@ -64,9 +55,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "real_ranks: starts processes")
     config.addinivalue_line("markers", "dtypes(names): skipped if the platform under test lacks one of these dtypes")
-    done = config.getoption("--hp-done")
-    if done is not None:
-        config.pluginmanager.register(DoneTests(Path(done).absolute(), config), "hp_done")
     # pytest-xdist's own process is left alone: its workers would inherit its one core.
     if config.getoption("--hp-one-core") and not config.getoption("numprocesses", None):
         worker = os.environ.get("PYTEST_XDIST_WORKER", "")
@@ -74,44 +62,6 @@ def pytest_configure(config: pytest.Config) -> None:
         # Without workers by process id, so that several runs on one machine spread over its cores.
         number = int(worker.removeprefix("gw")) if worker else os.getpid()
         os.sched_setaffinity(0, {cores[number % len(cores)]})
-
-
-class DoneTests:
-    """Plugin for `--hp-done`: deselects the tests that are listed in `path`, and appends those that pass."""
-
-    def __init__(self, path: Path, config: pytest.Config) -> None:
-        self._path = path
-        # Workers of pytest-xdist must collect the same tests, so the controller reads the file and sends them the list.
-        given = getattr(config, "workerinput", {}).get("hp_done")
-        self._is_worker = given is not None
-        self._done: list[str] = given if given is not None else path.read_text().splitlines() if path.exists() else []
-        self._called: set[str] = set()
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_configure_node(self, node: Any) -> None:
-        """Send the list to a worker of pytest-xdist."""
-        node.workerinput["hp_done"] = self._done
-
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Deselect the listed tests."""
-        done = set(self._done)
-        left_out = [item for item in items if item.nodeid in done]
-        if left_out:
-            items[:] = [item for item in items if item.nodeid not in done]
-            config.hook.pytest_deselected(items=left_out)
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Append a test that has passed, once its teardown has passed too."""
-        # Workers send their reports to the controller, so only the controller writes the file.
-        if self._is_worker or not report.passed:
-            return
-        if report.when == "call":
-            self._called.add(report.nodeid)
-        # The teardown also passes after a call that failed or was skipped.
-        elif report.when == "teardown" and report.nodeid in self._called:
-            # Opened for each test, so that a run that is killed leaves a complete list.
-            with self._path.open("a") as file:
-                file.write(f"{report.nodeid}\n")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -148,36 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=turn)
 
 
-def pytest_report_teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str] | None:
-    """With -v, report the number of cases that a proof counted."""
-    if not isinstance(report, pytest.TestReport):  # the report of a skipped module
-        return None
-    counts: list[Any] = [value for name, value in report.user_properties if name == CASES]
-    if report.when != "call" or not report.passed or not counts:
-        return None
-    _, right, refused = counts[0]
-    return "passed", ".", _counted(right, refused)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Write the cases of all proofs by their label."""
-    everything = itertools.chain.from_iterable(terminalreporter.stats.values())
-    reports = (report for report in everything if getattr(report, "when", None) == "call")
-    properties = itertools.chain.from_iterable(report.user_properties for report in reports)
-    totals: dict[str, tuple[int, int]] = {}
-    for label, right, refused in (value for name, value in properties if name == CASES):
-        before = totals.get(label, (0, 0))
-        totals[label] = before[0] + right, before[1] + refused
-    if totals:
-        terminalreporter.section(f"cases of the proofs, share {config.getoption('--hp-share')}")
-    for label, (right, refused) in totals.items():
-        terminalreporter.write_line(f"{label}: {_counted(right, refused)}")
-
-
-def _counted(right: int, refused: int) -> str:
-    return f"{right:,} right" + (f", {refused:,} refused as declared" if refused else "")
-
-
 @pytest.fixture(scope="session")
 def hp_share(pytestconfig: pytest.Config) -> Share:
     """The share of a proof's cases to run (`--hp-share`)."""
@@ -186,16 +106,6 @@ def hp_share(pytestconfig: pytest.Config) -> Share:
         return Share.parse(pytestconfig.getoption("--hp-share"))
     except ValueError as error:
         raise pytest.UsageError(f"--hp-share: {error}") from None
-
-
-@pytest.fixture
-def count_cases(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """`count_cases(label, right, refused)`: cases that this test tried; the sums by label are shown at the end."""
-
-    def count(label: str, right: int, refused: int = 0) -> None:
-        record_property(CASES, [label, right, refused])
-
-    return count
 
 
 @pytest.fixture(scope="session")
