@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, products, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
 from hp_platform_mindspore.tensor.memory import numbers, share, store
@@ -120,7 +121,10 @@ def max_pooling(count: int) -> Callable[..., Tensor]:
         padding: Any = 0,
         dilation: Any = 1,
         ceil_mode: bool = False,
+        return_indices: bool = False,
     ) -> Tensor:
+        if return_indices:
+            raise CapabilityError("max_pool with return_indices=True is not composed for MindSpore's CPU")
         kernel, gaps = per_dimension(kernel_size, count), per_dimension(dilation, count)
         steps, pads = _steps(stride, kernel), per_dimension(padding, count)
         sizes = tuple(x.shape[2:])
