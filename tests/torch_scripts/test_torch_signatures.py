@@ -30,8 +30,9 @@ OLDER_FSDP = """
     ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy StateDictConfig StateDictSettings StateDictType
 """
 TYPES_OF_STATES = "FQNS_T PrimitiveType ValueType DictValueType ListDictValueType OptimizerStateType"
-ABSENT = {*OLDER_FSDP.split(), *TYPES_OF_STATES.split(), "pipe_split"}
-"""Public names of torch that are not ours; `pipe_split` needs tracing."""
+TRACING = "Pipe SplitPoint build_stage pipe_split pipeline"
+ABSENT = {*OLDER_FSDP.split(), *TYPES_OF_STATES.split(), *TRACING.split()}
+"""Public names of torch that are not ours. A stage is written as a module, not traced."""
 STEPS_OF_A_STAGE = """
     backward_maybe_with_nosync backward_one_chunk backward_weight_one_chunk clear_runtime_states
     forward_maybe_with_nosync forward_one_chunk get_bwd_recv_ops get_bwd_send_ops get_fwd_recv_ops get_fwd_send_ops
@@ -49,12 +50,6 @@ NOT_TAKEN = {
     "Shard.local_shard_size_and_offset": "`Shard.parts` gives the ranges of all ranks",
     "Partial.ALL_REDUCE_OPS": "a table of torch's functions",
     "Partial.LINEAR_REDUCE_OPS": "as above",
-    **{
-        f"Pipe.{name}": "`pipeline` makes it"
-        for name in "split_gm num_stages has_loss_and_backward loss_spec from_tracing stages platform".split()
-    },
-    "Pipe.forward": "schedules run the stages",
-    "Pipe.print_readable": "there is no graph",
     **{f"PipelineStage.{name}": "called by torch's schedules" for name in STEPS_OF_A_STAGE.split()},
     **{f"Schedule{name}.register_custom_function": "on the page of pipelines" for name in SEVERAL_STAGES},
     "StateDictOptions.dsd_fqn_modifiers": "for classes that rename parameters by a method of torch's own",

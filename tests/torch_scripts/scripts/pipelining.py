@@ -1,24 +1,10 @@
-"""A module split by names of submodules over two stages, whose loss takes an argument of the step."""
+"""A chain of modules over two stages, whose loss takes an argument of the step."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from toy_models import FeedForward
-
-
-class Stack(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.layers = nn.ModuleList([FeedForward(width=8, hidden=12) for _ in range(3)])
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def loss_fn(output, target, factor):
@@ -28,8 +14,8 @@ def loss_fn(output, target, factor):
 def main():
     rank = dist.get_rank()
     torch.manual_seed(0)
-    pipe = pipeline(Stack(), mb_args=(torch.zeros(3, 4),), split_spec={"layers.1": SplitPoint.END})
-    stage = pipe.build_stage(rank, torch.device("cpu"))
+    layers = [nn.Linear(4, 8), *(FeedForward(width=8, hidden=12) for _ in range(3)), nn.Linear(8, 4)]
+    stage = PipelineStage(nn.Sequential(*(layers[:3], layers[3:])[rank]), rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn)
     optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.5, momentum=0.9)
     losses = []

@@ -6,16 +6,7 @@ and `execution` (the loop that executes a step), in this order.
 
 from hp_trainer.pipeline.actions import Action, Kind, Schedule, rank_actions
 from hp_trainer.pipeline.execution import Pipeline, TensorChunkSpec
-from hp_trainer.pipeline.partition import (
-    Pipe,
-    PipeInfo,
-    SplitPoint,
-    balanced_stages,
-    build_stage,
-    listed_stages,
-    measured_costs,
-    pipeline,
-)
+from hp_trainer.pipeline.partition import balanced_stages, listed_stages
 from hp_trainer.pipeline.schedules import build_schedule, register_schedule, schedule_names
 from hp_trainer.pipeline.simulation import ActionSeconds, Timeline, describe_timeline, draw_timeline, simulate, validate
 from hp_trainer.pipeline.stage import PipelineStage, TiedWeights
@@ -36,8 +27,6 @@ __all__ = [
     "Action",
     "ActionSeconds",
     "Kind",
-    "Pipe",
-    "PipeInfo",
     "Pipeline",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
@@ -50,19 +39,15 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
-    "SplitPoint",
     "TensorChunkSpec",
     "TiedWeights",
     "Timeline",
     "balanced_stages",
     "build_schedule",
-    "build_stage",
     "describe_timeline",
     "draw_timeline",
     "get_schedule_class",
     "listed_stages",
-    "measured_costs",
-    "pipeline",
     "rank_actions",
     "register_schedule",
     "schedule_names",
