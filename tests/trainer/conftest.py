@@ -10,7 +10,7 @@ import pytest
 from running_commands import Command
 from training_runs import CONFIG, Lab
 
-from hp_trainer.plugins import life_cycle, plugin_manager
+from hp_trainer.plugins import plugin_manager
 
 LEAVE_SECONDS = 20
 
@@ -28,12 +28,10 @@ def plugged() -> Iterator[Callable[[object], None]]:
 
     def plug(plugin: object) -> None:
         added.append(manager.register(plugin))
-        life_cycle.cache_clear()
 
     yield plug
     for name in added:
         manager.unregister(name=name)
-    life_cycle.cache_clear()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from pydantic import Field
 
 from hp_dtensor.platform.plugins import PROJECT_NAME
-from hp_trainer import builtin_plugin, hookspecs, plugins
+from hp_trainer import hookspecs, plugins
 from hp_trainer.config import section
 from hp_trainer.launch import platforms
 from hp_trainer.plugins import hookimpl
@@ -41,7 +41,7 @@ class TinyPlugin:
 def registered() -> Registries:
     manager = pluggy.PluginManager(PROJECT_NAME)
     manager.add_hookspecs(hookspecs)
-    manager.register(builtin_plugin, name="hp_trainer")
+    manager.register(plugins, name="hp_trainer")
     manager.register(TinyPlugin(), name="tiny")
     return fill_registries(manager)
 
@@ -49,7 +49,7 @@ def registered() -> Registries:
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registries]:
     """The process's own plugin manager with the tiny plugin and no installed one; a platform called torch."""
-    caches = (plugins.plugin_manager, plugins.registries, plugins.life_cycle)
+    caches = (plugins.plugin_manager, plugins.registries)
     monkeypatch.setenv("HP_LOAD_PLUGINS", "")
     monkeypatch.delenv("HP_PLATFORM", raising=False)
     monkeypatch.setattr(platforms, "installed_platforms", lambda: ["torch"])

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from hp_dtensor.platform.plugins import PROJECT_NAME
-from hp_trainer import builtin_plugin, hookspecs
+from hp_trainer import hookspecs, plugins
 from hp_trainer.config import dump_config, json_schema, parse_config
 from hp_trainer.config.yaml_tree import parse_yaml, plain
 from hp_trainer.exceptions import ConfigError
@@ -27,7 +27,7 @@ EXAMPLES = [path for path in sorted(ROOT.glob("examples/**/*.yaml")) if path.par
 def components() -> Registries:
     manager = pluggy.PluginManager(PROJECT_NAME)
     manager.add_hookspecs(hookspecs)
-    manager.register(builtin_plugin, name="hp_trainer")
+    manager.register(plugins, name="hp_trainer")
     return fill_registries(manager)
 
 

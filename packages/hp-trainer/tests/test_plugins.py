@@ -1,4 +1,4 @@
-"""Plugins register by name, an error names the guilty one, and life-cycle hooks are resolved once."""
+"""Plugins register by name, and an error names the guilty one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hp_dtensor.exceptions import RegistryError
 from hp_dtensor.platform.plugins import PROJECT_NAME
 from hp_dtensor.platform.registry import Registry
-from hp_trainer import builtin_plugin, hookspecs
-from hp_trainer.plugins import LifeCycle, hookimpl, resolve_life_cycle
-from hp_trainer.records import CheckpointRecord, StepRecord
+from hp_trainer import hookspecs, plugins
+from hp_trainer.plugins import hookimpl
+from hp_trainer.records import StepRecord
 from hp_trainer.registries import fill_registries
 
 
@@ -55,7 +55,7 @@ def test_a_name_registered_twice_names_both_plugins() -> None:
 
 
 def test_the_built_in_plugin_registers_through_the_same_hooks() -> None:
-    registries = fill_registries(manager_of(hp_trainer=builtin_plugin))
+    registries = fill_registries(manager_of(hp_trainer=plugins))
     assert registries.datasets.names() == ["chat", "text"]
     assert {"expert_loads", "jsonl", "loss_curve", "progress"} <= {*registries.trackers.names()}
     assert "local" in registries.checkpoint_storages.names()
@@ -71,18 +71,13 @@ def test_life_cycle_hooks_receive_frozen_records_in_every_plugin() -> None:
             self.seen.append(record)
 
     first, second = Watcher(), Watcher()
-    hooks = resolve_life_cycle(manager_of(first=first, second=second))
+    hooks = manager_of(first=first, second=second).hook
     record = StepRecord(step=1, learning_rate=0.1, tokens=8, samples=2, loss=1.5, seconds=2.0)
-    hooks.after_step(record)
+    hooks.hp_after_step(record=record)
     assert first.seen == second.seen == [record]
     assert record.tokens_per_second == 4.0
     with pytest.raises(AttributeError):
         record.loss = 0.0  # type: ignore[misc]
-
-
-def test_hooks_that_nobody_implements_do_nothing() -> None:
-    hooks: LifeCycle = resolve_life_cycle(manager_of())
-    hooks.before_checkpoint(CheckpointRecord(step=1))
 
 
 def test_every_hook_says_when_it_is_called_and_since_when() -> None:

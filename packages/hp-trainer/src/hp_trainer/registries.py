@@ -35,26 +35,17 @@ class Registries:
     checkpoint_formats: Registry
 
 
-_KINDS = {
-    "models": "model",
-    "datasets": "dataset",
-    "optimizers": "optimizer",
-    "trackers": "tracker",
-    "checkpoint_storages": "checkpoint storage",
-    "checkpoint_formats": "checkpoint format",
-}
-
-
 def fill_registries(manager: pluggy.PluginManager) -> Registries:
     """Return new registries, filled by every plugin of `manager`.
 
     Raises:
         RegistryError: a plugin registers a name that is taken, or something that is not callable.
     """
-    made = {name: Registry(kind, "hp_trainer") for name, kind in _KINDS.items()}
-    return Registries(
-        **{field.name: fill_registry(made[field.name], manager, f"hp_{field.name}") for field in fields(Registries)}
-    )
+    found = {}
+    for name in [field.name for field in fields(Registries)]:
+        registry = Registry(name.removesuffix("s").replace("_", " "), "hp_trainer")
+        found[name] = fill_registry(registry, manager, f"hp_{name}")
+    return Registries(**found)
 
 
 _NAME = re.compile(r"(?P<file>.+\.py):(?P<attribute>[A-Za-z_]\w*)")

@@ -23,7 +23,7 @@ from hp_trainer.cli.train import start
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import ConfigError, Problem, RunFolderError
 from hp_trainer.metrics.tracker import evaluation_scalars, step_scalars
-from hp_trainer.plugins import hookimpl, life_cycle, plugin_manager
+from hp_trainer.plugins import hookimpl, plugin_manager
 from hp_trainer.records import CheckpointRecord, EvaluationRecord, StepRecord
 from hp_trainer.run import RunFolder
 
@@ -168,12 +168,10 @@ def _reported(reports: _Reports) -> Iterator[None]:
     """Call `reports` for the events of runs inside the block."""
     manager = plugin_manager()
     manager.register(reports)
-    life_cycle.cache_clear()
     try:
         yield
     finally:
         manager.unregister(reports)
-        life_cycle.cache_clear()
 
 
 _STEPS_UNTIL_CHECKPOINT = 1000

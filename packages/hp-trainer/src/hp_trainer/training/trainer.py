@@ -16,7 +16,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.data import Batch
 from hp_trainer.exceptions import HangError, TrainingError, describe_exit
 from hp_trainer.metrics import Tracker
-from hp_trainer.plugins import LifeCycle, life_cycle, registries
+from hp_trainer.plugins import plugin_manager, registries
 from hp_trainer.records import CheckpointRecord, ErrorRecord, EvaluationRecord, RunRecord, StepRecord
 from hp_trainer.run import RunFolder, checkpoint_storage
 from hp_trainer.training.checkpoints import Choice, Progress, TrainingCheckpoints
@@ -89,7 +89,7 @@ class Trainer:
         self._train_batches = self.setup.batch_reader(self.setup.dataset.train)
         once = config.training.eval_batches is None
         self._evaluation_batches = self.setup.batch_reader(self.setup.dataset.evaluation, once=once)
-        self._hooks: LifeCycle = life_cycle()
+        self._hooks = plugin_manager().hook
         self._trackers: list[Tracker] = []
         # On rank 0 only: metrics are the same on every rank.
         if self.setup.mesh.world.rank == 0:
@@ -152,14 +152,14 @@ class Trainer:
                 stack.callback(tracker.finish)
                 tracker.start(record)
             try:
-                self._hooks.before_run(record)
+                self._hooks.hp_before_run(record=record)
                 ended_by = self._run_steps(stop, stopping=only_save)
-                self._hooks.after_run(record)
+                self._hooks.hp_after_run(record=record)
             except Exception as error:
                 if self._pending is not None:
                     self._pending.save.abandon()
                 # Before anything else, since `explain` waits for the reports of other ranks.
-                self._hooks.on_error(ErrorRecord(during="training", step=self.progress.step, error=error))
+                self._hooks.hp_on_error(record=ErrorRecord(during="training", step=self.progress.step, error=error))
                 step = self.progress.step + 1
                 clearer = out_of_memory(error, self.setup, step) or nonfinite_scores(error, step)
                 if clearer is not None:
@@ -194,7 +194,7 @@ class Trainer:
             # resume.
             samples = self.progress.samples + self.config.training.global_batch_size
             before = StepRecord(step=step, learning_rate=learning_rate, tokens=batch.global_tokens, samples=samples)
-            self._hooks.before_step(before)
+            self._hooks.hp_before_step(record=before)
         with self._recorded(step):
             # Forwards measure themselves.
             with times.measure("backward"):
@@ -340,7 +340,7 @@ class Trainer:
         """Return the mean loss per target over the evaluation batches, in nats. The batches are always the same."""
         started = time.perf_counter()
         self._watch.start_phase("evaluation", self.progress.step)
-        self._hooks.before_evaluation(self._last)
+        self._hooks.hp_before_evaluation(record=self._last)
         average = self.setup.average if self.config.training.ema.evaluate else None
         # The weights are swapped with their averages in place, so evaluation needs no second model.
         with self.setup.platform.no_grad(), nullcontext() if average is None else average.in_place():
@@ -350,7 +350,7 @@ class Trainer:
         self._evaluation_losses = {self.progress.step: loss}
         for tracker in self._trackers:
             tracker.evaluation(record)
-        self._hooks.after_evaluation(record)
+        self._hooks.hp_after_evaluation(record=record)
         return loss
 
     def save(self, *, background: bool = False) -> None:
@@ -368,7 +368,7 @@ class Trainer:
         self.finish_save()
         started, step = time.perf_counter(), self.progress.step
         self._watch.start_phase("checkpoint", step)
-        self._hooks.before_checkpoint(CheckpointRecord(step=step))
+        self._hooks.hp_before_checkpoint(record=CheckpointRecord(step=step))
         losses = {"loss": self._last.loss, "evaluation_loss": self._evaluation_losses.get(step)}
         # Experts have their original placement until their state is copied or written.
         with self._expert_moves.original_placement():
@@ -405,7 +405,7 @@ class Trainer:
         )
         for tracker in self._trackers:
             tracker.checkpoint(record)
-        self._hooks.after_checkpoint(record)
+        self._hooks.hp_after_checkpoint(record=record)
 
     def _run_steps(self, stop: StopRequest, *, stopping: bool = False) -> int | None:
         config = self.config
@@ -462,7 +462,7 @@ class Trainer:
         self._last = record
         for tracker in self._trackers:
             tracker.step(record)
-        self._hooks.after_step(record)
+        self._hooks.hp_after_step(record=record)
 
     def _run_record(self) -> RunRecord:
         world = self.setup.mesh.world
