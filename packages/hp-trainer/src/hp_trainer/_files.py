@@ -195,7 +195,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 def writer_name() -> str:
     """Return a name of this process for a temporary file: machine, process id and process start; see `has_ended`."""
-    return f"{_machine()}-{os.getpid()}-{process_start(os.getpid()) or 0}"
+    return f"{_machine()}-{os.getpid()}-{_process_start(os.getpid()) or 0}"
 
 
 def has_ended(writer: str) -> bool | None:
@@ -204,36 +204,31 @@ def has_ended(writer: str) -> bool | None:
     if machine != _machine() or len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
         return None
     # The start distinguishes the writer from a later process with the same id; 0: it is unknown.
-    return None if numbers[1] == "0" else process_start(int(numbers[0])) != int(numbers[1])
+    return None if numbers[1] == "0" else _process_start(int(numbers[0])) != int(numbers[1])
 
 
 @functools.cache
 def _machine() -> str:
     """Return a hash of the scope in which a process id is unique: host, boot, and PID namespace (one per container)."""
-    text = f"{socket.gethostname()} {read_system('/proc/sys/kernel/random/boot_id')} {pid_namespace()}"
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    text = f"{socket.gethostname()} {_read_system('/proc/sys/kernel/random/boot_id')} {namespace}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def process_start(pid: int) -> int | None:
+def _process_start(pid: int) -> int | None:
     """Return the start of a process in clock ticks after boot (field 22 of proc(5)'s stat); None: it has ended."""
-    text = read_system(f"/proc/{pid}/stat")
+    text = _read_system(f"/proc/{pid}/stat")
     # The name is in brackets and may itself have spaces and brackets. A zombie has ended.
     state, *rest = text.rpartition(")")[2].split() or [""]
     return int(rest[18]) if len(rest) > 18 and state != "Z" else None
 
 
-def read_system(path: str) -> str:
+def _read_system(path: str) -> str:
     """Return the text of a file of the system; empty if there is none."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def pid_namespace() -> str:
-    """Return the PID namespace of this process; empty if there is none."""
-    try:
-        return str(os.readlink("/proc/self/ns/pid"))
     except OSError:
         return ""
 

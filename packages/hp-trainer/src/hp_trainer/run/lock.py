@@ -18,22 +18,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from pydantic import TypeAdapter
 
 from hp_trainer import _coordination
-from hp_trainer._files import (
-    has_ended,
-    link_new,
-    pid_namespace,
-    process_start,
-    read_plain_text,
-    read_system,
-    writer_name,
-)
+from hp_trainer._files import has_ended, link_new, read_plain_text, write_atomically, write_new, writer_name
 from hp_trainer.exceptions import RunFolderError, RunLockedError
 
 LOCK_FILE = "lock.json"
@@ -51,20 +45,16 @@ class Holder:
     Attributes:
         nonce: unique per acquisition, also for two acquisitions by one process.
         host: name of the machine.
-        boot: boot id of the machine; empty if the system does not report one.
-        namespace: PID namespace of the process (each container has its own); empty if there is none.
         pid: process id.
-        started: start of the process in clock ticks after boot, which distinguishes it from later users of its id.
+        writer: `writer_name` of the process, from which another one on its machine finds out whether it has ended.
         since: time at which it took the lock, UTC.
         beat: counter that grows with every renewal.
     """
 
     nonce: str
     host: str
-    boot: str
-    namespace: str
     pid: int
-    started: int
+    writer: str
     since: str
     beat: int = 0
 
@@ -74,21 +64,10 @@ class Holder:
         return cls(
             nonce=secrets.token_hex(8),
             host=socket.gethostname(),
-            boot=read_system("/proc/sys/kernel/random/boot_id"),
-            namespace=pid_namespace(),
             pid=os.getpid(),
-            started=process_start(os.getpid()) or 0,
+            writer=writer_name(),
             since=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-
-    def is_known_here(self) -> bool:
-        """Return whether the holder is in this machine's boot and PID namespace, so that `/proc` shows its state."""
-        me = Holder.this_process()
-        return (self.host, self.boot, self.namespace) == (me.host, me.boot, me.namespace) and bool(me.started)
-
-    def is_alive_here(self) -> bool:
-        """Return whether a holder for which `is_known_here` is true still runs. O(1)."""
-        return process_start(self.pid) == self.started
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
@@ -133,7 +112,6 @@ class RunLock:
             if found is None or not self._is_stale(found):
                 continue
             self._remove(found)
-        self._delete_leftovers()
         self._thread = threading.Thread(target=self._renew, name="run lock", daemon=True)
         self._thread.start()
         return self
@@ -164,15 +142,11 @@ class RunLock:
     def _create(self) -> bool:
         """Create the lock file atomically; return False if there is one already."""
         holder = Holder.this_process()
-        # Written completely and then linked: a hard link either creates the complete lock or fails, also on NFS.
-        mine = self._write_temporary(holder)
         try:
-            link_new(mine, self.path)
+            write_new(self.path, json.dumps(asdict(holder)))
         except (FileExistsError, FileNotFoundError):
-            # Another job has the lock, or a container with the same host name has deleted our file as a leftover.
+            # Another job has the lock, or has just deleted our temporary file as a leftover.
             return False
-        finally:
-            mine.unlink(missing_ok=True)
         self._holder = holder
         return True
 
@@ -182,9 +156,10 @@ class RunLock:
         Raises:
             RunLockedError: the holder is alive.
         """
-        if found.is_known_here():
-            if found.is_alive_here():
-                raise _locked(self._folder, found)
+        ended = has_ended(found.writer)
+        if ended is False:
+            raise _locked(self._folder, found)
+        if ended:
             return True
         self._report(
             f"the run is locked by {found}, which cannot be checked from here; waiting up to {STALE_SECONDS:g} s for "
@@ -214,8 +189,7 @@ class RunLock:
             if taken is not None and taken.nonce != stale.nonce:
                 # Without flock another job may have been faster. Its lock is put back.
                 link_new(doomed, self.path)
-            # The job that takes the run now may already have deleted the file as a leftover.
-            doomed.unlink(missing_ok=True)
+            doomed.unlink()
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
@@ -228,19 +202,6 @@ class RunLock:
         finally:
             os.close(folder)
 
-    def _delete_leftovers(self) -> None:
-        """Delete temporary files of processes that were killed while writing.
-
-        These are files of ended processes of this machine, and any file a minute older than the lock. Both times come
-        from the file server's clock.
-        """
-        for path in self._folder.glob(f"{LOCK_FILE}.*"):
-            with contextlib.suppress(OSError):
-                is_old = path.stat().st_mtime < self.path.stat().st_mtime - 60
-                writer, _, _ = path.name.removeprefix(f"{LOCK_FILE}.").rpartition("-")
-                if is_old or has_ended(writer):
-                    path.unlink()
-
     def _renew(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             # A full or unreachable disk makes training itself fail; the lock keeps trying.
@@ -251,22 +212,9 @@ class RunLock:
         holder, found = self._holder, read_holder(self._folder)
         if holder is None or found is None or found.nonce != holder.nonce:
             return
-        # Replaced atomically, so that a reader never sees a truncated lock.
-        mine = self._write_temporary(Holder(**(asdict(found) | {"beat": found.beat + 1})))
-        try:
-            mine.replace(self.path)
-        finally:
-            mine.unlink(missing_ok=True)
-
-    def _write_temporary(self, holder: Holder) -> Path:
-        # The name has the process in it, so that `_delete_leftovers` knows when its writer has ended.
-        path = self.path.with_name(f"{LOCK_FILE}.{writer_name()}-{secrets.token_hex(4)}")
-        with path.open("x", encoding="utf-8") as out:
-            json.dump(asdict(holder), out)
-            out.flush()
-            # On disk before it gets its name: after a power failure the lock is complete or missing.
-            os.fsync(out.fileno())
-        return path
+        # Atomically, so that a reader never sees a truncated lock.
+        renewed = replace(found, beat=found.beat + 1)
+        write_atomically(self.path, json.dumps(asdict(renewed)))
 
 
 def read_holder(folder: Path) -> Holder | None:
@@ -306,9 +254,12 @@ def _locked(folder: Path, holder: Holder) -> RunLockedError:
     )
 
 
+_HOLDER = TypeAdapter(Holder)
+
+
 def _parse(path: Path) -> Holder | None:
     try:
-        values = json.loads(read_plain_text(path))
+        return _HOLDER.validate_json(read_plain_text(path), strict=True)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -316,12 +267,5 @@ def _parse(path: Path) -> Holder | None:
         if error.errno != errno.EINVAL:
             raise
         return None
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
-    kinds: dict[str, Any] = {field.name: int if field.type == "int" else str for field in fields(Holder)}
-    if not isinstance(values, dict) or set(values) != set(kinds):
-        return None
-    # `type`, not isinstance: true is not a process id.
-    if any(type(values[name]) is not kind for name, kind in kinds.items()):
-        return None
-    return Holder(**values)
