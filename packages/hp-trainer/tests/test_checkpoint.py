@@ -497,23 +497,23 @@ def weight_chunk(body: dict[str, Any]) -> dict[str, Any]:
 
 
 FORGERIES = {
-    "no step": (lambda body: body.pop("step") and None, "step is missing"),
-    "step as text": (lambda body: body.update(step="2"), "step: expected int, got str"),
-    "step below 0": (lambda body: body.update(step=-1), "step: expected an integer from 0 to 2**63 - 1, got -1"),
-    "step too large": (lambda body: body.update(step=2**70), "step: expected an integer"),
-    "tensors as list": (lambda body: body.update(tensors=[]), "tensors: expected dict, got list"),
-    "no state": (lambda body: body.pop("state") and None, "state is missing"),
-    "size as text": (lambda body: body.update(shard_bytes=["9"]), "shard_bytes[0]: expected an integer"),
-    "no tensor": (lambda body: body["tensors"].update(weight=None), "tensors.weight.dtype is missing"),
+    "no step": (lambda body: body.pop("step") and None, "step: missing"),
+    "step as text": (lambda body: body.update(step="2"), "step: expected a valid integer, got '2'"),
+    "step below 0": (lambda body: body.update(step=-1), "step: expected greater than or equal to 0, got -1"),
+    "step too large": (lambda body: body.update(step=2**70), "step: expected less than 9223372036854775808"),
+    "tensors as list": (lambda body: body.update(tensors=[]), "tensors: expected an object, got []"),
+    "no state": (lambda body: body.pop("state") and None, "state: missing"),
+    "size as text": (lambda body: body.update(shard_bytes=["9"]), "shard_bytes.0: expected a valid integer"),
+    "no tensor": (lambda body: body["tensors"].update(weight=None), "tensors.weight: expected an object"),
     "dtype": (lambda body: body["tensors"]["weight"].update(dtype="f4"), "tensors.weight.dtype: dtype 'f4' cannot be"),
     "shard as path": (
         lambda body: weight_chunk(body).update(shard="../../x"),
-        "shard: expected int, got str",
+        "chunks.0.shard: expected a valid integer",
     ),
     "shard elsewhere": (lambda body: weight_chunk(body).update(shard=7), "chunks[0].shard: expected a number below 2"),
     "short offset": (lambda body: weight_chunk(body).update(offset=[0]), "got 1 offsets, 2 sizes"),
     "no checksums": (lambda body: weight_chunk(body).update(crc32=[]), "and 1 checksums, got 2 offsets, 2 sizes and 0"),
-    "key": (lambda body: weight_chunk(body).update(key=3), "chunks[0].key: expected str, got int"),
+    "key": (lambda body: weight_chunk(body).update(key=3), "chunks.0.key: expected a valid string, got 3"),
 }
 
 

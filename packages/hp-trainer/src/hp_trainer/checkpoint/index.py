@@ -12,26 +12,35 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any
 
-from hp_trainer._files import strict_json, strict_value
+from pydantic import Field, TypeAdapter, ValidationError
+
+from hp_trainer._files import mismatch, strict_json, strict_value
 from hp_trainer.checkpoint.shard_file import CHECKSUM_BLOCK, Box, storage_dtype
 from hp_trainer.exceptions import CheckpointError
 
 INDEX_FILE = "index.json"
 FORMAT = 1
 
-T = TypeVar("T")
+# Up to 63 bits: larger numbers would overflow NumPy's sizes and offsets.
+_Natural = Annotated[int, Field(ge=0, lt=2**63)]
+_Sizes = tuple[_Natural, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A saved box of a tensor: its shard file, its key there, and the CRC-32 of each of its blocks."""
 
-    shard: int
+    shard: _Natural
     key: str
-    box: Box
-    checksums: tuple[int, ...]
+    offset: _Sizes
+    shape: _Sizes
+    crc32: _Sizes
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class SavedTensor:
     """A tensor of a checkpoint. Its chunks cover it exactly once."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: _Sizes
     chunks: tuple[Chunk, ...]
 
 
@@ -56,12 +65,12 @@ class Index:
         state: state of the trainer, as JSON values.
     """
 
-    step: int
+    step: _Natural
     save_id: str
-    shard_bytes: tuple[int, ...]
-    tensors: Mapping[str, SavedTensor]
-    model: Mapping[str, Any]
-    state: Mapping[str, Any]
+    shard_bytes: _Sizes
+    tensors: dict[str, SavedTensor]
+    model: dict[str, Any]
+    state: dict[str, Any]
 
     def dump(self) -> str:
         """Return the index as JSON text with its digest. Infinite and NaN values of `model` and `state` become text."""
@@ -73,7 +82,7 @@ class Index:
             "model_fingerprint": model_fingerprint(self.model),
             "state": strict_value(self.state),
             "shard_bytes": list(self.shard_bytes),
-            "tensors": {name: _plain_tensor(tensor) for name, tensor in sorted(self.tensors.items())},
+            "tensors": _TENSORS.dump_python(dict(sorted(self.tensors.items()))),
         }
         return strict_json(body | {"sha256": _digest(body)}, indent=1) + "\n"
 
@@ -98,9 +107,32 @@ class Index:
                 f"{where} has format {version}; this version of hp-trainer reads format {FORMAT}: upgrade hp-trainer"
             )
         try:
-            return parse_body(body)
-        except SchemaError as error:
-            raise CheckpointError(f"{where} is damaged: {error}") from error
+            index = _INDEX.validate_json(text, strict=True)
+        except ValidationError as error:
+            raise CheckpointError(f"{where} is damaged: {mismatch(error)}") from error
+        index._check_chunks(where)
+        return index
+
+    def _check_chunks(self, where: str) -> None:
+        for name, tensor in self.tensors.items():
+            try:
+                itemsize = storage_dtype(tensor.dtype).itemsize
+            except CheckpointError as error:
+                raise CheckpointError(f"{where} is damaged: tensors.{name}.dtype: {error}") from error
+            for i, chunk in enumerate(tensor.chunks):
+                path, shards = f"{where} is damaged: tensors.{name}.chunks[{i}]", len(self.shard_bytes)
+                if chunk.shard >= shards:
+                    raise CheckpointError(f"{path}.shard: expected a number below {shards}, got {chunk.shard}")
+                # A list of checksums that is too short would leave the end of the chunk unverified.
+                blocks = -(-chunk.box.numel * itemsize // CHECKSUM_BLOCK)
+                if len(chunk.offset) != len(chunk.shape) or len(chunk.crc32) != blocks:
+                    raise CheckpointError(
+                        f"{path}: expected as many offsets as sizes and {blocks} checksums, got {len(chunk.offset)} "
+                        f"offsets, {len(chunk.shape)} sizes and {len(chunk.crc32)} checksums"
+                    )
+
+
+_INDEX, _TENSORS = TypeAdapter(Index), TypeAdapter(dict[str, SavedTensor])
 
 
 def shard_name(rank: int) -> str:
@@ -116,92 +148,6 @@ def model_fingerprint(model: Mapping[str, Any]) -> str:
 def _digest(body: Any) -> str:
     # json.dumps, not strict_json: indexes of the first versions of hp-train contain NaN and must still be readable.
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _plain_tensor(tensor: SavedTensor) -> dict[str, Any]:
-    chunks = [
-        {
-            "shard": chunk.shard,
-            "key": chunk.key,
-            "offset": list(chunk.box.offset),
-            "shape": list(chunk.box.shape),
-            "crc32": list(chunk.checksums),
-        }
-        for chunk in tensor.chunks
-    ]
-    return {"dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": chunks}
-
-
-class SchemaError(ValueError):
-    """A value of an index violates the format. The message starts with the path of the value."""
-
-
-def parse_body(body: Any) -> Index:
-    """Validate the JSON values of an index file and return them as an `Index`.
-
-    Raises:
-        SchemaError: a value is missing, has the wrong type, or is out of range.
-    """
-    # Sizes come first: the shard of every chunk must be one of them.
-    shard_bytes = tuple(_natural(size, f"shard_bytes[{i}]") for i, size in enumerate(_get(body, "shard_bytes", list)))
-    tensors = _get(body, "tensors", dict)
-    return Index(
-        step=_natural(_get(body, "step", int), "step"),
-        save_id=_get(body, "save_id", str),
-        shard_bytes=shard_bytes,
-        tensors={name: _tensor(value, f"tensors.{name}", len(shard_bytes)) for name, value in tensors.items()},
-        model=_get(body, "model", dict),
-        state=_get(body, "state", dict),
-    )
-
-
-def _tensor(value: Any, path: str, num_shards: int) -> SavedTensor:
-    dtype, shape = _get(value, "dtype", str, path), _sizes(value, "shape", path)
-    try:
-        itemsize = storage_dtype(dtype).itemsize
-    except CheckpointError as error:
-        raise SchemaError(f"{path}.dtype: {error}") from error
-    chunks = _get(value, "chunks", list, path)
-    parsed = [_chunk(chunk, f"{path}.chunks[{i}]", num_shards, itemsize) for i, chunk in enumerate(chunks)]
-    return SavedTensor(dtype, shape, tuple(parsed))
-
-
-def _chunk(value: Any, path: str, num_shards: int, itemsize: int) -> Chunk:
-    shard = _natural(_get(value, "shard", int, path), f"{path}.shard")
-    if shard >= num_shards:
-        raise SchemaError(f"{path}.shard: expected a number below {num_shards}, got {shard}")
-    box = Box(_sizes(value, "offset", path), _sizes(value, "shape", path))
-    checksums = _sizes(value, "crc32", path)
-    # A list of checksums that is too short would leave the end of the chunk unverified.
-    blocks = -(-box.numel * itemsize // CHECKSUM_BLOCK)
-    if len(box.offset) != len(box.shape) or len(checksums) != blocks:
-        raise SchemaError(
-            f"{path}: expected as many offsets as sizes and {blocks} checksums, got {len(box.offset)} offsets, "
-            f"{len(box.shape)} sizes and {len(checksums)} checksums"
-        )
-    return Chunk(shard, _get(value, "key", str, path), box, checksums)
-
-
-def _get(value: Any, key: str, kind: type[T], path: str = "") -> T:
-    where = f"{path}.{key}" if path else key
-    if not isinstance(value, dict) or key not in value:
-        raise SchemaError(f"{where} is missing")
-    found = value[key]
-    # bool is a subclass of int, and no value of an index is a bool.
-    if not isinstance(found, kind) or isinstance(found, bool):
-        raise SchemaError(f"{where}: expected {kind.__name__}, got {type(found).__name__}")
-    return found
-
-
-def _natural(value: Any, path: str) -> int:
-    # Up to 63 bits: larger numbers would overflow NumPy's sizes and offsets.
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise SchemaError(f"{path}: expected an integer from 0 to 2**63 - 1, got {str(value)[:40]}")
-    return value
-
-
-def _sizes(value: Any, key: str, path: str) -> tuple[int, ...]:
-    return tuple(_natural(size, f"{path}.{key}[{i}]") for i, size in enumerate(_get(value, key, list, path)))
 
 
 COMPLETE = re.compile(r"^step-(\d{8,})(?:-(\d+))?$")

@@ -104,7 +104,7 @@ class VerifiedShards:
         # Reads of several boxes from one chunk may share blocks.
         if key in self._verified:
             return
-        if block_checksum(data, block) != chunk.checksums[block]:
+        if block_checksum(data, block) != chunk.crc32[block]:
             where = self.storage.describe(self.folder, shard_name(chunk.shard))
             raise CheckpointError(f"{where}: tensor {name!r} (key {chunk.key!r}) is damaged: its checksum differs")
         self._verified.add(key)

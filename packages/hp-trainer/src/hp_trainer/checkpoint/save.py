@@ -260,7 +260,7 @@ def _build_index(
         for name, key, offset, shape, sums in shard["chunks"]:
             box = Box(tuple(offset), tuple(shape))
             # Replicas may write the same box; the first one counts.
-            chunks[name].setdefault(box, Chunk(rank, key, box, tuple(sums)))
+            chunks[name].setdefault(box, Chunk(rank, key, box.offset, box.shape, tuple(sums)))
     for name, (_, shape) in kinds.items():
         reason = cover_exactly(list(chunks[name]), shape)
         if reason is not None:
@@ -275,8 +275,8 @@ def _build_index(
             name: SavedTensor(dtype, tuple(shape), tuple(chunks[name].values()))
             for name, (dtype, shape) in kinds.items()
         },
-        model=model,
-        state=state,
+        model=dict(model),
+        state=dict(state),
     )
 
 

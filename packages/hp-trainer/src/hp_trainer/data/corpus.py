@@ -15,7 +15,6 @@ import math
 import os
 import random
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +22,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from hp_trainer._coordination import report
 from hp_trainer._files import mismatch, write_atomically
 from hp_trainer.exceptions import DataError, MachineError, describe_machine_error
 
@@ -35,63 +35,24 @@ _SECONDS = 10.0
 
 
 class PreparingProgress:
-    """Progress of reading files, on standard error: a bar on a terminal, otherwise a line every 10 seconds.
-
-    Nothing is shown during the first second.
+    """Progress of reading files: a line on standard error every 10 seconds.
 
     Args:
-        title: name of the source.
+        title: what is done with which source.
         total: size of its files in bytes.
-        stream: stream to write to; by default, standard error.
-        action: verb before the title.
     """
 
-    def __init__(self, title: str, total: int, stream: TextIO | None = None, action: str = "preparing") -> None:
-        self._title, self._total = f"{action} {title}", max(1, total)
-        self._stream = stream if stream is not None else sys.stderr
-        self._read = 0
-        self._reported = self._started = time.monotonic()
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    def __init__(self, title: str, total: int) -> None:
+        self._title, self._total = title, max(1, total)
+        self._read, self._reported = 0, time.monotonic()
 
     def advance(self, size: int) -> None:
         """Report that `size` more bytes have been read."""
         self._read = min(self._total, self._read + size)
         now = time.monotonic()
-        if self._stream.isatty():
-            if self._bar is None and now - self._started >= 1:
-                self._bar = _bar(self._stream)
-                self._bar.start()
-                self._task = self._bar.add_task(self._title, total=self._total)
-            # At most ten redraws per second.
-            if self._bar is not None and now - self._reported >= 0.1:
-                self._reported = now
-                self._bar.update(self._task, completed=self._read)
-        # Not a terminal, such as a log file: full lines, far apart.
-        elif now - self._reported >= _SECONDS:
+        if now - self._reported >= _SECONDS:
             self._reported = now
-            print(f"{self._title}: {self._read / self._total:.0%}", file=self._stream, flush=True)
-
-
-def _bar(stream: TextIO) -> Any:
-    # Imported here, because most runs show no bar: preparing takes less than a second, or there is no terminal.
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        console=Console(file=stream),
-    )
+            report(f"{self._title}: {self._read / self._total:.0%}")
 
 
 BLOCK_BYTES = 32 << 20
@@ -155,10 +116,10 @@ def blocks_of(path: Path, size: int, digests: Sequence[str]) -> list[Block]:
 
 
 def verify_blocks(title: str, blocks: Sequence[Block], part: float = 1.0) -> None:
-    """Compare blocks with their digests, in parallel and with a progress bar.
+    """Compare blocks with their digests, in parallel.
 
     Args:
-        title: name for the progress bar.
+        title: name of the corpus, for the progress.
         part: fraction of the blocks to read, from 0 to 1. Below 1 a random selection of at least one block is read.
 
     Raises:
@@ -167,10 +128,8 @@ def verify_blocks(title: str, blocks: Sequence[Block], part: float = 1.0) -> Non
     # Rounded up, so that any part above 0 reads at least one block.
     chosen = list(blocks) if part >= 1 else random.sample(blocks, math.ceil(part * len(blocks)))
     num_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(chosen)))
-    with (
-        PreparingProgress(title, sum(block.bytes for block in chosen), action="verifying") as progress,
-        ThreadPoolExecutor(num_threads, "verify") as pool,
-    ):
+    progress = PreparingProgress(f"verifying {title}", sum(block.bytes for block in chosen))
+    with ThreadPoolExecutor(num_threads, "verify") as pool:
         # `map` returns results in order, so the error names the first damaged block.
         for block, sound in zip(chosen, pool.map(Block.is_sound, chosen), strict=True):
             if not sound:
@@ -225,7 +184,7 @@ class CorpusFile:
     name: str
     bytes: int
     sha256: str
-    blocks: Sequence[str]
+    blocks: tuple[str, ...]
 
     @property
     def is_covered(self) -> bool:
@@ -410,7 +369,7 @@ def read_corpus_info(folder: Path) -> CorpusInfo | None:
     path = folder / _DESCRIPTION
     if not path.is_file():
         return None
-    info = _parse_info(path.read_text(encoding="utf-8"))
+    info = _parse_info(path.read_bytes())
     if info is None:
         raise DataError(f"{path} is damaged or of another version; delete {folder} to build it again")
     for file in info.files.values():
@@ -438,18 +397,17 @@ def verify_corpus(folder: Path, part: float = 1.0) -> None:
     verify_blocks(str(folder), blocks, part)
 
 
-def _parse_info(text: str) -> CorpusInfo | None:
+_INFO = TypeAdapter(CorpusInfo)
+
+
+def _parse_info(text: bytes) -> CorpusInfo | None:
     try:
-        values: dict[str, Any] = json.loads(text)
-        files = {
-            name: CorpusFile(**file | {"blocks": tuple(file["blocks"])}) for name, file in values.pop("files").items()
-        }
-        info = CorpusInfo(files=files, **values)
-        # A description may be forged or damaged: names must not leave the folder, and digests must cover every byte.
-        sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= files.keys() <= _DTYPES.keys()
-        sound = sound and all(Path(file.name).name == file.name and file.is_covered for file in files.values())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        info = _INFO.validate_json(text, strict=True)
+    except ValidationError:
         return None
+    # A description may be forged or damaged: names must not leave the folder, and digests must cover every byte.
+    sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= info.files.keys() <= _DTYPES.keys()
+    sound = sound and all(Path(file.name).name == file.name and file.is_covered for file in info.files.values())
     return info if sound else None
 
 

@@ -296,14 +296,14 @@ class DocumentsSource(DatasetSource):
 
     def _build(self, source: Source, folder: Path) -> CorpusInfo:
         reader = source.reader()
-        with PreparingProgress(str(source.path), reader.total_bytes) as progress:
-            return build_corpus(
-                folder,
-                self._documents(reader, source, progress=progress),
-                origin=str(source.path),
-                vocab_size=self.tokenizer().vocab_size,
-                max_tokens=source.files.max_tokens,
-            )
+        progress = PreparingProgress(f"preparing {source.path}", reader.total_bytes)
+        return build_corpus(
+            folder,
+            self._documents(reader, source, progress=progress),
+            origin=str(source.path),
+            vocab_size=self.tokenizer().vocab_size,
+            max_tokens=source.files.max_tokens,
+        )
 
     def _documents(
         self, reader: Reader, source: Source, batch: int = _BATCH, progress: PreparingProgress | None = None

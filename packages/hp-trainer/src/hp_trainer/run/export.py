@@ -219,7 +219,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path, format_: CheckpointF
     # Strict: NaN is not JSON, and other readers reject it.
     values = strict_json({"step": index.step, "model": index.model, "state": index.state}).encode()
     state = np.frombuffer(values, np.uint8)
-    chunk = Chunk(0, STATE, Box.full(state.shape), ())
+    chunk = Chunk(0, STATE, (0,), state.shape, ())
     tensors = {**index.tensors, STATE: SavedTensor("uint8", state.shape, (chunk,))}
 
     def read(name: str, box: Box) -> np.ndarray:

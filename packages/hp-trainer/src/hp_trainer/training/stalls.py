@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from hp_dtensor.comm.world import World
 from hp_dtensor.exceptions import HPError
 from hp_dtensor.platform.selection import platform_plugins
@@ -241,6 +243,9 @@ class StallReport:
         return f"in {self.module}, at {line}" if self.module else f"at {line}"
 
 
+_REPORT = TypeAdapter(StallReport)
+
+
 def report_file(folder: Path, rank: int) -> Path:
     """Return the path of a rank's report."""
     return folder / f"rank-{rank:05}.json"
@@ -251,11 +256,9 @@ def read_reports(folder: Path) -> dict[int, StallReport]:
     found: dict[int, StallReport] = {}
     for path in sorted(folder.glob("rank-*.json")):
         try:
-            values = json.loads(read_plain_text(path))
-            calls = {name: (int(count), str(call)) for name, (count, call) in values["calls"].items()}
-            report = StallReport(**values | {"calls": calls})
+            report = _REPORT.validate_json(read_plain_text(path), strict=True)
         # Another version or a crash may have left any content; a report only adds to a message.
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (OSError, ValueError):
             continue
         found[report.rank] = report
     return found
