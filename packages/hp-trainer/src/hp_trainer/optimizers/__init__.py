@@ -8,9 +8,9 @@ operations, and each of Muon's matrices is computed by one rank (`hp_dtensor.opt
 from hp_trainer.optimizers.adafactor import Adafactor, AdafactorConfig
 from hp_trainer.optimizers.adamw_8bit import AdamW8bit, AdamW8bitConfig
 from hp_trainer.optimizers.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion, LionConfig, SGDConfig
-from hp_trainer.optimizers.groups import GroupedOptimizer, build_grouped, group_problems
+from hp_trainer.optimizers.groups import GroupedOptimizer, build_grouped, group_problems, set_state, state_bytes
 from hp_trainer.optimizers.muon import MuonConfig, build_muon
-from hp_trainer.optimizers.state import build_on_host, set_state, state_bytes
+from hp_trainer.optimizers.offload import build_on_host
 
 __all__ = [
     "SGD",

@@ -1,8 +1,9 @@
-"""Groups of parameters with their own learning rates and weight decay, selected by name."""
+"""Groups of parameters with their own learning rates and weight decay, and the states of optimizers."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,10 +11,31 @@ from typing import Any
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.config import ParameterGroupConfig, matches_any
 from hp_trainer.exceptions import Problem, TrainingError
-from hp_trainer.optimizers.state import has_plain_state, set_state, state_bytes
 
 Tensor = Any
 Named = list[tuple[str, Tensor]]
+
+
+def set_state(optimizer: Any, name: str, slot: str, values: Tensor) -> None:
+    """Pass new values of a state tensor to an optimizer that has a method `set_state`; for others do nothing.
+
+    The caller has written the values into the tensor of `state()`, which is enough for other optimizers.
+    """
+    if hasattr(optimizer, "set_state"):
+        optimizer.set_state(name, slot, values)
+
+
+def has_plain_state(optimizer: Any) -> bool:
+    """Return whether writing into the tensors of `state()` changes the optimizer's state itself."""
+    return bool(getattr(optimizer, "has_plain_state", not hasattr(optimizer, "set_state")))
+
+
+def state_bytes(optimizer: Any, platform: Platform) -> int:
+    """Return the bytes of an optimizer's state on this rank."""
+    if hasattr(optimizer, "state_bytes"):
+        return int(optimizer.state_bytes(platform))
+    tensors = [tensor for slots in optimizer.state().values() for tensor in slots.values()]
+    return sum(math.prod(platform.local_shape(x)) * platform.itemsize(x.dtype) for x in tensors)
 
 
 class GroupedOptimizer:

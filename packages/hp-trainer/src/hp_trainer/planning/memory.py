@@ -13,7 +13,7 @@ import numpy as np
 
 from hp_trainer.models.estimates import BlockActivations
 from hp_trainer.models.recomputation import BlockRecompute
-from hp_trainer.optimizers.state import BUCKET_ELEMENTS, split_into_buckets
+from hp_trainer.optimizers.offload import BUCKET_ELEMENTS, split_into_buckets
 from hp_trainer.planning.pipeline import InFlight
 from hp_trainer.planning.shapes import (
     StageBuffers,

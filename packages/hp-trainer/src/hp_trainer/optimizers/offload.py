@@ -1,6 +1,6 @@
-"""States of optimizers: how they are read and written, and offload of the state to host memory.
+"""Offload of the state of optimizers to host memory (`training.offload_optimizer`).
 
-An offloaded state (`training.offload_optimizer`) is on the device only during the update, one bucket of parameters
+The state is on the device only during the update, one bucket of parameters
 after the other.
 """
 
@@ -19,33 +19,10 @@ from hp_dtensor.tensor.dtensor import DTensor
 from hp_fsdp.plugins import get_storage
 from hp_fsdp.storage import ParameterStorage
 from hp_trainer.exceptions import TrainingError
+from hp_trainer.optimizers.groups import GroupedOptimizer, Named, has_plain_state
 
 Tensor = Any
 
-
-def set_state(optimizer: Any, name: str, slot: str, values: Tensor) -> None:
-    """Pass new values of a state tensor to an optimizer that has a method `set_state`; for others do nothing.
-
-    The caller has written the values into the tensor of `state()`, which is enough for other optimizers.
-    """
-    if hasattr(optimizer, "set_state"):
-        optimizer.set_state(name, slot, values)
-
-
-def has_plain_state(optimizer: Any) -> bool:
-    """Return whether writing into the tensors of `state()` changes the optimizer's state itself."""
-    return bool(getattr(optimizer, "has_plain_state", not hasattr(optimizer, "set_state")))
-
-
-def state_bytes(optimizer: Any, platform: Platform) -> int:
-    """Return the bytes of an optimizer's state on this rank."""
-    if hasattr(optimizer, "state_bytes"):
-        return int(optimizer.state_bytes(platform))
-    tensors = [tensor for slots in optimizer.state().values() for tensor in slots.values()]
-    return sum(math.prod(platform.local_shape(x)) * platform.itemsize(x.dtype) for x in tensors)
-
-
-Named = list[tuple[str, Tensor]]
 
 BUCKET_ELEMENTS = 1 << 26
 """Elements of (unsharded) parameters whose state is copied to the device together."""
@@ -93,21 +70,12 @@ def split_into_buckets(counts: Sequence[int], most: int) -> Iterator[slice]:
         yield slice(start, len(counts))
 
 
-class OptimizerOnHost:
+class OptimizerOnHost(GroupedOptimizer):
     """Optimizers of buckets of parameters as one; see `hp_trainer.training.Optimizer`."""
 
     def __init__(self, buckets: list[StateOnHost]) -> None:
+        super().__init__([(bucket.optimizer, 1.0) for bucket in buckets])
         self._buckets = buckets
-
-    @property
-    def num_steps(self) -> int:
-        """Number of updates."""
-        return int(self._buckets[0].optimizer.num_steps)
-
-    @num_steps.setter
-    def num_steps(self, steps: int) -> None:
-        for bucket in self._buckets:
-            bucket.optimizer.num_steps = steps
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the update."""
@@ -124,11 +92,6 @@ class OptimizerOnHost:
             for each in self._buckets[max(0, number - 1) : number]:
                 each.release()
         self._buckets[-1].release()
-
-    def zero_grad(self) -> None:
-        """Remove all gradients."""
-        for bucket in self._buckets:
-            bucket.optimizer.zero_grad()
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state of each parameter by name and slot, in host memory; it may be written."""
