@@ -119,12 +119,7 @@ class ScheduleError(HPError, ValueError):
 
 
 class PipelineError(HPError, RuntimeError):
-    """Stages, inputs or messages of a pipeline do not match, or one of its ranks has ended; names rank and stage.
-
-    Examples:
-        >>> issubclass(PipelineError, RuntimeError)
-        True
-    """
+    """Stages, inputs or messages of a pipeline do not match, or one of its ranks has ended; names rank and stage."""
 
 
 class StoppedError(HPError, RuntimeError):

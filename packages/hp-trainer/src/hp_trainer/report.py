@@ -226,7 +226,6 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; border-bottom: 1px solid #ddd; }
 table { border-collapse: collapse; } td, th { padding: .15rem .6rem; text-align: left; border: 1px solid #ddd; }
 th { background: #f5f5f5; font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-table.layout td { text-align: center; padding: .15rem .35rem; } table.layout { display: block; overflow-x: auto; }
 pre { background: #f7f7f7; padding: 1rem; overflow-x: auto; font-size: .85rem; }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
 .curves svg, .wide svg { width: 100%; height: auto; } .curves + table { margin-top: 1rem; }
@@ -258,14 +257,8 @@ def preformatted(text: str) -> str:
     return f"<pre>{escape(text)}</pre>"
 
 
-# Most ranks that the picture of a layout and the table of times show.
-MOST_RANKS = 64
-
-
-def draw_layout(config: dict[str, Any], world_size: int, lost_replicas: int = 0) -> str:
-    """Return the HTML of a layout: a row per mesh axis, a column per rank, a colour per coordinate.
-
-    Axes of size 1 are left out.
+def describe_layout(config: dict[str, Any], world_size: int, lost_replicas: int) -> str:
+    """Return the degrees of a run in one line.
 
     Args:
         config: the resolved configuration as plain dicts.
@@ -277,24 +270,9 @@ def draw_layout(config: dict[str, Any], world_size: int, lost_replicas: int = 0)
         if lost_replicas:
             parallel["dp_replicate"] -= lost_replicas
         # The recorded settings are plain, and may be of another version.
-        dims = ParallelDims.from_config(SimpleNamespace(**parallel), world_size, model.get("num_experts"))
+        return ParallelDims.from_config(SimpleNamespace(**parallel), world_size, model.get("num_experts")).summary()
     except (ParallelDimsError, AttributeError, KeyError, TypeError) as error:
-        return table([["layout", f"unknown: {error}"]])
-    shown = range(min(world_size, MOST_RANKS))
-    coordinates = [dims.coordinate(rank) for rank in shown]
-    axes = {name: size for sizes in (dims.dense_sizes(), dims.sparse_sizes()) for name, size in sizes.items()}
-    rows = [
-        f"<tr><th>{name} ({size})</th>{''.join(_cell(each[name]) for each in coordinates)}</tr>"
-        for name, size in axes.items()
-        if size > 1 and all(name in each for each in coordinates)
-    ]
-    header = "".join(f"<th>{rank}</th>" for rank in shown)
-    more = "" if world_size <= MOST_RANKS else f"<p>The first {MOST_RANKS} of {world_size:,} ranks.</p>"
-    return f'<p>{dims.summary()}</p><table class="layout"><tr><th>rank</th>{header}</tr>{"".join(rows)}</table>{more}'
-
-
-def _cell(coordinate: int) -> str:
-    return f'<td style="background: hsl({coordinate * 67 % 360}, 60%, 82%)">{coordinate}</td>'
+        return f"unknown: {error}"
 
 
 def report_run(run: Path, to: Path | None = None) -> Path:
@@ -327,7 +305,8 @@ def _sections(history: RunHistory) -> list[tuple[str, str]]:
         sections.append(("Experts", experts))
     if starts:
         last = starts[-1]
-        sections.append(("Layout", draw_layout(history.config, last["world_size"], last.get("lost_replicas", 0))))
+        layout = describe_layout(history.config, last["world_size"], last.get("lost_replicas", 0))
+        sections.append(("Layout", preformatted(layout)))
         names = ["first_step", "platform", "world_size", "lost_replicas"]
         rows = [[each.get(name, 0) for name in names] for each in starts]
         sections.append(("Starts", table(rows, ["after step", "platform", "ranks", "lost replicas"])))
@@ -349,6 +328,10 @@ def slow_ranks(events: Sequence[dict[str, Any]]) -> list[list[str]]:
             _, _, _, most, _ = found.get((ranks, since), [None, None, None, 0.0, None])
             found[ranks, since] = [who, since, event["step"], max(most, factor), each["work"]]
     return [[who, str(since), str(to), f"{most:.1f}", work] for who, since, to, most, work in found.values()]
+
+
+# Most ranks of the table of times.
+MOST_RANKS = 64
 
 
 def rank_seconds(events: Sequence[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ Here blocks are selected by settings; `training/activation_budget.py` selects th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal, get_args
@@ -60,38 +60,6 @@ def block_names(num_layers: int) -> list[str]:
     return [f"layers.{index}" for index in range(num_layers)]
 
 
-def recompute_by_pattern(
-    names: Sequence[str], chosen: BlockRecompute, *, every: int = 1, patterns: Iterable[str] = ()
-) -> list[BlockRecompute]:
-    """Return the recomputation of each block: `chosen` for the selected ones, none for the others.
-
-    Offloading is the same for all blocks.
-
-    Args:
-        names: names of all blocks of the full model, in order, such as `layers.0`.
-        every: recompute every n-th of the blocks that match, beginning with the first.
-        patterns: patterns of names; none: all blocks match.
-
-    Raises:
-        ValueError: `every` is below 1, or a pattern matches no block.
-
-    Examples:
-        >>> [each.mode for each in recompute_by_pattern(["layers.0", "layers.1"], BlockRecompute(mode="full"), every=2)]
-        ['full', 'none']
-    """
-    if every < 1:
-        raise ValueError(f"every must be at least 1, got {every}")
-    patterns = tuple(patterns)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"no block is called {pattern!r}; the blocks are {names[0]} to {names[-1]}")
-    matched = [name for name in names if not patterns or any(fnmatchcase(name, each) for each in patterns)]
-    # `every` counts the blocks that match, not all blocks.
-    recomputed = set(matched[::every])
-    other = BlockRecompute(offloads=chosen.offloads)
-    return [chosen if name in recomputed else other for name in names]
-
-
 def recompute_by_settings(
     training: TrainingConfig, num_layers: int, platform: Platform | None = None
 ) -> list[BlockRecompute]:
@@ -106,9 +74,15 @@ def recompute_by_settings(
     """
     keep = saved_kinds(training.recompute_keep, platform) if training.recompute == "selective" else ()
     chosen = BlockRecompute(mode=training.recompute, keep=keep, offloads=training.offload_activations)
-    return recompute_by_pattern(
-        block_names(num_layers), chosen, every=training.recompute_every, patterns=training.recompute_blocks
-    )
+    names, patterns = block_names(num_layers), training.recompute_blocks
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no block is called {pattern!r}; the blocks are {names[0]} to {names[-1]}")
+    matched = [name for name in names if not patterns or any(fnmatchcase(name, each) for each in patterns)]
+    # `recompute_every` counts the blocks that match, not all blocks.
+    recomputed = set(matched[:: training.recompute_every])
+    other = BlockRecompute(offloads=chosen.offloads)
+    return [chosen if name in recomputed else other for name in names]
 
 
 def saved_kinds(requested: Sequence[Kind] | None, platform: Platform | None = None) -> tuple[Kind, ...]:

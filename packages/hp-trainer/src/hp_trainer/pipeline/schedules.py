@@ -43,13 +43,7 @@ def _registry() -> Registry:
 
 
 def schedule_names() -> list[str]:
-    """Return the names of all schedules, sorted.
-
-    Examples:
-        >>> from hp_trainer.pipeline import schedule_names
-        >>> "zero_bubble_v" in schedule_names()
-        True
-    """
+    """Return the names of all schedules, sorted."""
     return _registry().names()
 
 
@@ -57,10 +51,6 @@ def repeats_itself(name: str) -> bool:
     """Return whether a schedule repeats itself after some rounds of micro-batches, as all built-in ones do.
 
     A registered function may return anything for another number of micro-batches.
-
-    Examples:
-        >>> repeats_itself("1f1b")
-        True
     """
     return name in _BUILT_IN
 
@@ -134,10 +124,6 @@ def microbatch_limit(name: str, num_ranks: int, stages_per_rank: int | None = No
 
     Args:
         stages_per_rank: None for the default of `build_schedule`.
-
-    Examples:
-        >>> microbatch_limit("1f1b", num_ranks=2)
-        524288
     """
     return MAX_FORWARDS // (num_ranks * stages_per_rank_of(name, stages_per_rank))
 

@@ -28,11 +28,6 @@ class ActionSeconds:
 
     Raises:
         ScheduleError: a duration is negative or not finite, or all actions take no time.
-
-    Examples:
-        >>> from hp_trainer.pipeline import Kind
-        >>> ActionSeconds(input_grad=2.0).of(Kind.BACKWARD)
-        3.0
     """
 
     forward: float = 1.0
@@ -57,10 +52,6 @@ class ActionSeconds:
             Kind.WEIGHT_GRAD: self.weight_grad,
             Kind.BACKWARD: self.input_grad + self.weight_grad,
         }
-
-    def of(self, kind: Kind) -> float:
-        """Return the duration of an action of `kind`."""
-        return self.by_kind[kind]
 
 
 @dataclass(frozen=True)
@@ -245,10 +236,6 @@ def validate(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: the schedule is invalid; the message lists all problems with stage, micro-batch and rank.
-
-    Examples:
-        >>> from hp_trainer.pipeline import Schedule, validate
-        >>> validate(Schedule.parse("rank 0: 0F0 0B0"))
     """
     # The other checks index by stage and rank, so they run only if these are valid.
     problems = [*_owner_problems(schedule)] or [*_placement_problems(schedule), *_work_problems(schedule)]

@@ -147,12 +147,8 @@ class OutputTensor:
         return result
 
 
-@dataclass(frozen=True)
-class OutputFile:
-    """One file of weights."""
-
-    name: str
-    tensors: tuple[OutputTensor, ...]
+# A file of weights: its name and tensors.
+OutputFile = tuple[str, list[OutputTensor]]
 
 
 def output_tensors(tensors: TensorMap) -> list[OutputTensor]:
@@ -178,7 +174,7 @@ def output_files(tensors: Sequence[OutputTensor], dtype: str, largest: int = LAR
     # Names state the number of files, so they are given last.
     count = len(shares)
     names = [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)] if count > 1 else [WEIGHTS_FILE]
-    return [OutputFile(name, tuple(share)) for name, share in zip(names, shares, strict=True)]
+    return list(zip(names, shares, strict=True))
 
 
 def export_weights(
@@ -213,12 +209,12 @@ def export_weights(
     mine = files[group.rank :: group.size]
 
     def write() -> None:
-        for file in mine:
-            _write(folder, file, read, dtype)
+        for name, tensors in mine:
+            _write(folder / name, tensors, read, dtype)
 
     all_ranks(group, "writing weights", write, ExportError)
     coordinator(group, "writing the index", lambda: _finish(folder, files, config, dtype), ExportError)
-    return [file.name for file in files]
+    return [name for name, _ in files]
 
 
 def make_directory(folder: Path) -> None:
@@ -235,19 +231,19 @@ def make_directory(folder: Path) -> None:
         raise ExportError(f"{folder} cannot be made: {error.strerror}; choose another --to") from error
 
 
-def _write(folder: Path, file: OutputFile, read: ReadBox, dtype: str) -> None:
+def _write(file: Path, tensors: Sequence[OutputTensor], read: ReadBox, dtype: str) -> None:
     """Write one file under a temporary name and rename it, so that a file with the final name is complete."""
-    with replacing(folder / file.name) as out:
+    with replacing(file) as out:
         # transformers requires the metadata entry "format".
-        out.writelines(header_parts([(tensor.name, dtype, tensor.shape) for tensor in file.tensors], {"format": "pt"}))
-        for tensor in file.tensors:
+        out.writelines(header_parts([(tensor.name, dtype, tensor.shape) for tensor in tensors], {"format": "pt"}))
+        for tensor in tensors:
             out.write(bytes_of(np.ascontiguousarray(narrow(tensor.read(read), dtype))))
 
 
 def _finish(folder: Path, files: Sequence[OutputFile], config: dict[str, Any], dtype: str) -> None:
     if len(files) > 1:
-        total = sum(_num_bytes(tensor, dtype) for file in files for tensor in file.tensors)
-        file_of = {tensor.name: file.name for file in files for tensor in file.tensors}
+        total = sum(_num_bytes(tensor, dtype) for _, tensors in files for tensor in tensors)
+        file_of = {tensor.name: name for name, tensors in files for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     # Last, because a directory with `config.json` counts as complete.
