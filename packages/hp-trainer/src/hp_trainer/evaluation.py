@@ -66,10 +66,6 @@ def measure_perplexity(
         averaged: use the moving average of the weights.
         on_all_ranks: every rank of the platform's world calls this, with model and samples sharded by
             `config.parallel`; otherwise this rank runs the full model.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, damaged, or without averages.
-        DataError: there are no evaluation samples.
     """
     source = registries().datasets.get(config.data.name).build(config.data.options)
     samples = source.open(run.data, config.training.sequence_length).evaluation
@@ -263,10 +259,6 @@ def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], 
 
     Returns:
         Each prompt with its continuation.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, or damaged.
-        EvaluationError: the model is not causal.
     """
     if not getattr(config.model.options, "is_causal", True):
         raise EvaluationError(

@@ -149,11 +149,7 @@ class UnfitCheckpointError(CheckpointError):
 
 
 def raise_if_any(problems: Iterable[Problem], error: type[ProblemsError], title: str) -> None:
-    """Raise `error` if there are problems.
-
-    Raises:
-        ProblemsError: of the given class, listing all problems.
-    """
+    """Raise `error` if there are problems."""
     found = tuple(problems)
     if found:
         raise error(found, title)

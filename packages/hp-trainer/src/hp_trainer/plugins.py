@@ -20,11 +20,7 @@ __all__ = ["hookimpl", "plugin_manager", "registries"]
 
 @functools.cache
 def plugin_manager() -> PluginManager:
-    """Return the plugin manager of hp_trainer, with the built-in plugin and all installed ones.
-
-    Raises:
-        PluginError: a plugin cannot be imported, or implements an unknown hook or one with other arguments.
-    """
+    """Return the plugin manager of hp_trainer, with the built-in plugin and all installed ones."""
     manager = create_plugin_manager("hp_trainer", hookspecs)
     manager.register(sys.modules[__name__], name="hp_trainer")
     return manager

@@ -36,11 +36,7 @@ class Registries:
 
 
 def fill_registries(manager: pluggy.PluginManager) -> Registries:
-    """Return new registries, filled by every plugin of `manager`.
-
-    Raises:
-        RegistryError: a plugin registers a name that is taken, or something that is not callable.
-    """
+    """Return new registries, filled by every plugin of `manager`."""
     found = {}
     for name in [field.name for field in fields(Registries)]:
         registry = Registry(name.removesuffix("s").replace("_", " "), "hp_trainer")
@@ -64,10 +60,6 @@ def register_python_name(registry: Registry, name: str, folder: Path) -> str:
 
     Args:
         folder: folder to which a relative path is relative.
-
-    Raises:
-        RegistryError: the file or the name in it does not exist, importing the file raises, or the annotation is not a
-            dataclass.
     """
     found = _NAME.fullmatch(name)
     assert found is not None

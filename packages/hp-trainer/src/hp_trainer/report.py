@@ -53,11 +53,7 @@ class RunHistory:
 
     @classmethod
     def read(cls, path: Path) -> RunHistory:
-        """Read a run folder.
-
-        Raises:
-            RunFolderError: it has no run, or the configuration is damaged.
-        """
+        """Read a run folder."""
         run = RunFolder.open(path)
         try:
             config = read_yaml(run.config_file)
@@ -281,9 +277,6 @@ def report_run(run: Path, to: Path | None = None) -> Path:
     Args:
         run: the run folder.
         to: the HTML file; None: `report.html` in the run folder.
-
-    Raises:
-        RunFolderError: there is no run in the folder.
     """
     history = RunHistory.read(run)
     to = run / "report.html" if to is None else to
@@ -361,11 +354,7 @@ _PLACES = ("run.folder", "checkpoint.folder")
 
 
 def compare_runs(runs: Sequence[Path], to: Path) -> str:
-    """Write a comparison of runs as an HTML file, and return its table of results as text.
-
-    Raises:
-        RunFolderError: a folder has no run.
-    """
+    """Write a comparison of runs as an HTML file, and return its table of results as text."""
     histories = [RunHistory.read(run) for run in runs]
     # The names of the folders, or their paths where two have the same name.
     folders = [history.name for history in histories]

@@ -16,9 +16,6 @@ EXPECTED = "a size above 0 with its unit, such as 20GiB, 512MiB or 1.5GB"
 def parse_size(text: str) -> int:
     """Return the bytes that a size stands for.
 
-    Raises:
-        ValueError: it is no size.
-
     Examples:
         >>> parse_size("1.5GiB") == 3 * 2**29
         True

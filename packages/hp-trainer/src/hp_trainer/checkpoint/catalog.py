@@ -217,11 +217,7 @@ def _first_sound(
     content: bool,
     check: Callable[[Checkpoint], None] | None = None,
 ) -> Latest:
-    """Return the first sound checkpoint of `names`, and the problems of those before it.
-
-    Raises:
-        OSError: one of them cannot be read.
-    """
+    """Return the first sound checkpoint of `names`, and the problems of those before it."""
     skipped: list[str] = []
     for name in names:
         try:

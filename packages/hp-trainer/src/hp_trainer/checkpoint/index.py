@@ -165,11 +165,7 @@ def step_in_name(folder: str) -> int | None:
 
 
 def step_of(folder: str) -> int:
-    """Return the step in the folder name of a complete checkpoint.
-
-    Raises:
-        CheckpointError: the name is not that of a complete checkpoint.
-    """
+    """Return the step in the folder name of a complete checkpoint."""
     step = step_in_name(folder)
     if step is None:
         raise CheckpointError(f"{folder!r} is not a checkpoint; expected a name such as step-00000100")

@@ -249,11 +249,7 @@ def _entries(part: TensorPart) -> Iterator[tuple[Box, Entry]]:
 def _build_index(
     shards: Sequence[dict[str, Any]], step: int, save_id: str, model: Mapping[str, Any], state: Mapping[str, Any]
 ) -> Index:
-    """Combine the entries of all ranks into the index.
-
-    Raises:
-        CheckpointError: ranks disagree about tensors, or boxes do not cover them; the message lists them all.
-    """
+    """Combine the entries of all ranks into the index."""
     kinds, problems = _agreed_kinds(shards)
     chunks: dict[str, dict[Box, Chunk]] = {name: {} for name in kinds}
     for rank, shard in enumerate(shards):

@@ -35,20 +35,12 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)  # all ones: NaN or an infinity
 
 
 def safetensors_name(dtype: str) -> str:
-    """Return the safetensors name of a dtype: `float32` -> `F32`.
-
-    Raises:
-        CheckpointError: the dtype cannot be saved.
-    """
+    """Return the safetensors name of a dtype: `float32` -> `F32`."""
     return _lookup(dtype)[0]
 
 
 def storage_dtype(dtype: str) -> np.dtype:
-    """Return the NumPy dtype that holds the bits of a dtype: uint16 for bfloat16, otherwise the one of the same name.
-
-    Raises:
-        CheckpointError: the dtype cannot be saved.
-    """
+    """Return the NumPy dtype that holds the bits of a dtype: uint16 for bfloat16, otherwise the one of the same name."""
     return np.dtype(_lookup(dtype)[1])
 
 
@@ -183,9 +175,6 @@ def read_header(file: np.ndarray, where: str, longest: int) -> Header:
     Args:
         where: name of the file in errors.
         longest: maximum length of the header in bytes.
-
-    Raises:
-        CheckpointError: the file is not a complete safetensors file.
     """
     if file.size < 8:
         raise CheckpointError(f"{where} is not a safetensors file: it has only {file.size} bytes")

@@ -107,11 +107,7 @@ def _new(cls: type, *_: Any, **__: Any) -> Any:
 
 @functools.cache
 def adapter(schema: type) -> TypeAdapter[Any]:
-    """Return the validator of a section, or of a plain dataclass, which is validated as strictly.
-
-    Raises:
-        RegistryError: a field has a type that no setting can have.
-    """
+    """Return the validator of a section, or of a plain dataclass, which is validated as strictly."""
     with _named_fields(schema, RegistryError):
         made = TypeAdapter(schema if hasattr(schema, "__pydantic_config__") else _strict(schema))
         if not made.pydantic_complete:

@@ -32,11 +32,7 @@ class UnsetVariableError(ValueError):
 
 
 def substitute(text: str) -> str:
-    """Return `text` with references to environment variables replaced; `$${env:NAME}` is a literal `${env:NAME}`.
-
-    Raises:
-        UnsetVariableError: a variable is not set and the reference has no default.
-    """
+    """Return `text` with references to environment variables replaced; `$${env:NAME}` is a literal `${env:NAME}`."""
     # One pass: the value of a variable is not searched for further references.
     return _REFERENCE.sub(_value, text)
 
@@ -344,11 +340,7 @@ _MOST_BYTES = 16 << 20
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a YAML file.
-
-    Raises:
-        ConfigError: it cannot be read, is not a regular file, exceeds 16 MiB, or is not UTF-8.
-    """
+    """Return the text of a YAML file."""
     try:
         return read_plain_text(path, _MOST_BYTES)
     except OSError as error:

@@ -60,9 +60,6 @@ class ChatTemplate(ABC):
         Args:
             messages: messages with `role` and `content`.
             tools: descriptions of tools, passed to the template.
-
-        Raises:
-            DataError: the template rejects the conversation, or the start of an answer cannot be determined.
         """
 
 
@@ -109,9 +106,6 @@ class JinjaTemplate(ChatTemplate):
     Args:
         source: source of the template.
         special_tokens: special tokens that the template may use, by name such as `bos_token`.
-
-    Raises:
-        DataError: jinja2 is not installed, or the template is not valid.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -198,11 +192,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def load_template(name: str | None, file: str | None, tokenizer: Any) -> ChatTemplate | None:
-    """Load a template by name, from a file, or from the tokenizer's directory. Returns None if that has none.
-
-    Raises:
-        DataError: the file cannot be read, or the template is not valid.
-    """
+    """Load a template by name, from a file, or from the tokenizer's directory. Returns None if that has none."""
     if name is not None:
         return TEMPLATES[name]
     special_tokens = getattr(tokenizer, "special_tokens", {})
@@ -420,11 +410,7 @@ class ChatSource(DocumentsSource):
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """Validate a list of messages and convert them to `role` and `content`.
-
-    Raises:
-        DataError: the value is not a list of messages.
-    """
+    """Validate a list of messages and convert them to `role` and `content`."""
     if not isinstance(value, list) or not value or not all(isinstance(one, dict) for one in value):
         raise DataError(f"expected a list of messages, each an object with role and content, got {value!r:.60}")
     return [_message(one) for one in value]

@@ -121,9 +121,6 @@ def verify_blocks(title: str, blocks: Sequence[Block], part: float = 1.0) -> Non
     Args:
         title: name of the corpus, for the progress.
         part: fraction of the blocks to read, from 0 to 1. Below 1 a random selection of at least one block is read.
-
-    Raises:
-        DataError: a block has changed; the message has its file and its range of bytes.
     """
     # Rounded up, so that any part above 0 reads at least one block.
     chosen = list(blocks) if part >= 1 else random.sample(blocks, math.ceil(part * len(blocks)))
@@ -386,9 +383,6 @@ def verify_corpus(folder: Path, part: float = 1.0) -> None:
     Args:
         folder: folder of the corpus.
         part: fraction of the blocks to read, selected at random each time.
-
-    Raises:
-        DataError: there is no complete corpus in `folder`, or a file has changed.
     """
     info = read_corpus_info(folder)
     if info is None:
@@ -470,9 +464,6 @@ def prepared(cache: Path, facts: Mapping[str, Any], build: Callable[[Path], Corp
         cache: folder of prepared corpora.
         facts: everything that determines the tokens of the corpus, as JSON values. Their digest names the folder.
         build: function that writes the corpus into a folder.
-
-    Raises:
-        DataError: the corpus cannot be built, or the one in the cache is damaged.
     """
     # Keys are sorted, so that equal facts have one digest.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
@@ -511,11 +502,7 @@ class CorpusNote:
         return relative if relative.exists() or not Path(self.origin).exists() else Path(self.origin)
 
     def open(self, run_data: Path) -> Corpus:
-        """Open the corpus.
-
-        Raises:
-            DataError: it does not exist, is damaged, or has other tokens.
-        """
+        """Open the corpus."""
         corpus = Corpus(self.path(run_data))
         found = {name: file.sha256 for name, file in corpus.info.files.items()}
         if found != self.digests:
@@ -541,11 +528,7 @@ def write_notes(run_data: Path, notes: Mapping[str, Sequence[CorpusNote]]) -> No
 
 
 def read_notes(run_data: Path) -> dict[str, list[CorpusNote]] | None:
-    """Read the records that `write_notes` wrote. Returns None if there is no file.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Read the records that `write_notes` wrote. Returns None if there is no file."""
     file = run_data / _NOTE
     if not file.is_file():
         return None

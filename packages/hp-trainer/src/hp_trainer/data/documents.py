@@ -115,11 +115,7 @@ class Source:
     at: str
 
     def reader(self) -> Reader:
-        """Return the reader of the source's files.
-
-        Raises:
-            DataError: see `open_reader`.
-        """
+        """Return the reader of the source's files."""
         return open_reader(self.path, self.files.format, self.suffixes, self.files.split)
 
 
@@ -473,11 +469,7 @@ class TextSource(DocumentsSource):
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[str], records: Sequence[Record]) -> list[np.ndarray]:
-    """Return the tokens of each text.
-
-    Raises:
-        DataError: the tokenizer fails on a text; the message has its location.
-    """
+    """Return the tokens of each text."""
     try:
         return tokenizer.encode_documents(texts)
     except DataError:

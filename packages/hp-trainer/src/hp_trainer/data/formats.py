@@ -43,11 +43,7 @@ class Record:
     ends: bool = True
 
     def text(self, field: str) -> str:
-        """Return the text of `field`, or the text of a text file.
-
-        Raises:
-            DataError: the field is missing or not text; the message has its location.
-        """
+        """Return the text of `field`, or the text of a text file."""
         if isinstance(self.value, bytes):
             return self.value.decode("utf-8")
         if field not in self.value:
@@ -105,17 +101,10 @@ class Reader(ABC):
 
         Args:
             fields: names of the fields that are needed. Formats with columns skip the others. None reads all.
-
-        Raises:
-            DataError: a file is damaged; the message has the file and the line.
         """
 
     def check(self, fields: tuple[str, ...] | None = None) -> None:
-        """Check what is quick to check of every file, and the first record.
-
-        Raises:
-            DataError: see `records`.
-        """
+        """Check what is quick to check of every file, and the first record."""
         next(self.records(fields), None)
 
 
@@ -387,11 +376,7 @@ class Parquet(_Columns):
 
 
 def _rows_at_once(file: Path, group: Any, columns: list[str]) -> int:
-    """Return the number of rows of a row group to decompress at once.
-
-    Raises:
-        DataError: rows are longer than any document should be; a small file can unpack to any size.
-    """
+    """Return the number of rows of a row group to decompress at once."""
     chunks = [group.column(number) for number in range(group.num_columns)]
     # A nested column has a chunk for each of its leaves.
     size: int = sum(one.total_uncompressed_size for one in chunks if one.path_in_schema.partition(".")[0] in columns)
@@ -459,9 +444,6 @@ def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
     Args:
         folder: the folder.
         split: split of a saved `DatasetDict`. None is `train`.
-
-    Raises:
-        DataError: the split does not exist, or the folder's description is damaged.
     """
     if (folder / "dataset_dict.json").is_file():
         splits = _described(folder / "dataset_dict.json", "splits", str)
@@ -481,11 +463,7 @@ def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
 
 
 def _described(file: Path, key: str, kind: type) -> list[Any]:
-    """Return the list of this key in a JSON file, whose entries are of a kind.
-
-    Raises:
-        DataError: the file is damaged.
-    """
+    """Return the list of this key in a JSON file, whose entries are of a kind."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))[key]
     except (ValueError, KeyError, TypeError, RecursionError) as error:

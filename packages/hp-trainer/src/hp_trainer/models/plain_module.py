@@ -49,11 +49,7 @@ class PlainModel(nn.Module):
             self.initializer = lambda name, shape: module.initializer(name.removeprefix("module."), shape)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """See `hp_trainer.models.LanguageModel`.
-
-        Raises:
-            TrainingError: `positions` are given; attention of such a module would cross the documents of a row.
-        """
+        """See `hp_trainer.models.LanguageModel`."""
         if positions is not None:
             raise TrainingError(
                 "a plain module cannot separate packed documents; turn data.packing off, or use model.name=decoder"
@@ -73,11 +69,7 @@ class PlainModel(nn.Module):
         *,
         reshard_after_forward: bool | None = None,
     ) -> None:
-        """See `hp_trainer.models.LanguageModel`; rank 0's initial values are broadcast.
-
-        Raises:
-            ParallelDimsError: the degrees are not supported, or a pattern matches no module.
-        """
+        """See `hp_trainer.models.LanguageModel`; rank 0's initial values are broadcast."""
         names = [name for name, _ in self.platform.named_modules(self.module) if name]
         raise_if_any(self._problems(dims, training, names), ParallelDimsError, "a plain module")
         if training is not None:

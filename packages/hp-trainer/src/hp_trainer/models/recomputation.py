@@ -67,10 +67,6 @@ def recompute_by_settings(
 
     Args:
         platform: None: one that can save every kind of results.
-
-    Raises:
-        ValueError: a pattern matches no block.
-        CapabilityError: the platform cannot save the requested results.
     """
     keep = saved_kinds(training.recompute_keep, platform) if training.recompute == "selective" else ()
     chosen = BlockRecompute(mode=training.recompute, keep=keep, offloads=training.offload_activations)
@@ -91,9 +87,6 @@ def saved_kinds(requested: Sequence[Kind] | None, platform: Platform | None = No
     Args:
         requested: None: all that the platform can save.
         platform: None: one that can save every kind.
-
-    Raises:
-        CapabilityError: the platform cannot save a requested kind.
     """
     if platform is None:
         return KINDS if requested is None else tuple(requested)

@@ -278,11 +278,7 @@ class ParallelDims:
 
 
 def dims_of(config: Any, world_size: int) -> ParallelDims:
-    """Return the degrees of a trainer's configuration on a number of ranks.
-
-    Raises:
-        ParallelDimsError: listing every problem.
-    """
+    """Return the degrees of a trainer's configuration on a number of ranks."""
     return ParallelDims.from_config(config.parallel, world_size, getattr(config.model.options, "num_experts", None))
 
 

@@ -53,10 +53,6 @@ def split_inputs(
 
     Returns:
         One tree for each micro-batch.
-
-    Raises:
-        PipelineError: a dimension is not divisible (the message names the argument, its shape and valid numbers), or
-            `specs` has another structure or other values.
     """
     leaves, rebuild = flattened(tree)
     dims: list[int | None] = [0] * len(leaves)
@@ -130,11 +126,7 @@ def split_all(
     args_spec: Any = None,
     kwargs_spec: Any = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Return the positional and the keyword arguments of each micro-batch; see `split_inputs`.
-
-    Raises:
-        PipelineError: `kwargs_spec` names an argument that is not given while one that is given is not named.
-    """
+    """Return the positional and the keyword arguments of each micro-batch; see `split_inputs`."""
     positional = split_inputs(platform, tuple(args), num_microbatches, args_spec, "argument")
     if kwargs_spec is not None:
         if not isinstance(kwargs_spec, Mapping):

@@ -151,11 +151,7 @@ class Flow:
     needs: list[list[tuple[int, int]]]
 
     def times(self, seconds: ActionSeconds) -> tuple[list[float], list[float]]:
-        """Return the start and the end of each action.
-
-        Raises:
-            ScheduleError: the durations overflow.
-        """
+        """Return the start and the end of each action."""
         durations = seconds.by_kind
         starts: list[float] = []
         ends: list[float] = []
@@ -175,11 +171,7 @@ class Flow:
 # Cached: the flow does not depend on times, and the same schedule is simulated with many.
 @functools.lru_cache(maxsize=32)
 def flow_of(schedule: Schedule) -> Flow:
-    """Return the flow of a schedule.
-
-    Raises:
-        ScheduleError: it deadlocks; the message names the next action of each blocked rank.
-    """
+    """Return the flow of a schedule."""
     owners, width = schedule.rank_of_stage, schedule.num_microbatches
     # Whether the previous stage is on another rank.
     is_remote = [int(before != owner) for before, owner in zip((None, *owners), owners, strict=False)]
@@ -245,11 +237,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def check_unsplit_backwards(schedule: Schedule) -> None:
-    """Check that a schedule splits no backward.
-
-    Raises:
-        ScheduleError: a backward is split; the message names the first such action.
-    """
+    """Check that a schedule splits no backward."""
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
             if action.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD):

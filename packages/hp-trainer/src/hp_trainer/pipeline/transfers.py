@@ -94,9 +94,6 @@ def layout_of(platform: Platform, tree: Any, who: str) -> tuple[MessageLayout, l
 
     Args:
         who: name of the stage in error messages.
-
-    Raises:
-        PipelineError: the output contains objects or partial DTensors, which cannot be sent.
     """
     tensors: list[Tensor] = []
     structure = _structure(platform, tree, tensors, who)
@@ -164,9 +161,6 @@ def as_distributed(x: Tensor, meta: TensorMeta, mesh: DeviceMesh | None, who: st
 
     Args:
         mesh: mesh of the pipeline, of which the tensor's mesh axes are part; None if there is none.
-
-    Raises:
-        PipelineError: the tensor is a DTensor and there is no mesh.
     """
     if not meta.axes:
         return x
@@ -294,11 +288,7 @@ class Transfers:
         self._arriving.clear()
 
     def send_forward(self, action: Action, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
-        """Send a stage's outputs (local tensors) to the next stage.
-
-        Raises:
-            PipelineError: their shapes differ from those of the step's first micro-batch.
-        """
+        """Send a stage's outputs (local tensors) to the next stage."""
         stage, microbatch = action.stage, action.microbatch
         peer = self._schedule.rank_of_stage[stage + 1]
         group = self._group(self._rank, peer)

@@ -75,11 +75,6 @@ def export_run(
 
     Returns:
         The names of the files of weights.
-
-    Raises:
-        ExportError: the model is not a decoder or matches no architecture of transformers, the architecture cannot
-            express a part of it, or the directory cannot be written.
-        CheckpointError: there are no averages.
     """
     options = config.model.options
     if not hasattr(options, "read_directory"):
@@ -209,12 +204,7 @@ STATE = "hp.state"
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path, format_: CheckpointFormat) -> int:
-    """Write a checkpoint, including optimizer and trainer state, in another format; return the number of tensors.
-
-    Raises:
-        ExportError: the folder is not empty, or cannot be written.
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Write a checkpoint, including optimizer and trainer state, in another format; return the number of tensors."""
     index = checkpoint.index
     # Strict: NaN is not JSON, and other readers reject it.
     values = strict_json({"step": index.step, "model": index.model, "state": index.state}).encode()
@@ -282,10 +272,6 @@ def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix:
 
     Returns:
         The number of tensors.
-
-    Raises:
-        CheckpointError: no name starts with the prefix, or a tensor is damaged.
-        ExportError: the directory is not empty.
     """
     tensors = {name: kind for name, kind in found.tensors().items() if name.startswith(prefix) and name != STATE}
     if not tensors:
@@ -303,11 +289,7 @@ def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix:
 
 
 def _state(found: ForeignCheckpoint, where: Path) -> dict[str, Any]:
-    """Return the values that are not tensors: step, model and state of the trainer.
-
-    Raises:
-        CheckpointError: they are missing or damaged.
-    """
+    """Return the values that are not tensors: step, model and state of the trainer."""
     if STATE not in found.tensors():
         raise CheckpointError(
             f"{where} has no {STATE}, the step and settings that hp-train export --format=dcp writes: it is not a full "

@@ -151,11 +151,7 @@ class RunLock:
         return True
 
     def _is_stale(self, found: Holder) -> bool:
-        """Return whether the holder has ended; False: the lock has another holder by now.
-
-        Raises:
-            RunLockedError: the holder is alive.
-        """
+        """Return whether the holder has ended; False: the lock has another holder by now."""
         ended = has_ended(found.writer)
         if ended is False:
             raise _locked(self._folder, found)
@@ -218,12 +214,7 @@ class RunLock:
 
 
 def read_holder(folder: Path) -> Holder | None:
-    """Return the holder of the lock of the run in `folder`; None: it is not locked.
-
-    Raises:
-        RunFolderError: the lock file is damaged.
-        OSError: it cannot be read.
-    """
+    """Return the holder of the lock of the run in `folder`; None: it is not locked."""
     path = folder / LOCK_FILE
     # On file systems without hard links a new lock is empty for a moment.
     for _ in range(_ATTEMPTS):
@@ -236,11 +227,7 @@ def read_holder(folder: Path) -> Holder | None:
 
 
 def check_owner(folder: Path, nonce: str) -> None:
-    """Raise if another job has taken the run over.
-
-    Raises:
-        RunLockedError: the lock no longer has this nonce.
-    """
+    """Raise if another job has taken the run over."""
     found = read_holder(folder)
     if found is None or found.nonce != nonce:
         who = "its lock was deleted" if found is None else f"it is now trained by {found}"

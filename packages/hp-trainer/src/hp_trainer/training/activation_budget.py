@@ -239,9 +239,6 @@ def plan_recompute(
         offloads: blocks may have their saved tensors on the host.
         rates: measured or estimated rates.
 
-    Raises:
-        BudgetError: no choice that is the same for all blocks stays within the budget.
-
     Examples:
         >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
         >>> block = BlockActivations(tensors=(x, SavedActivation(name="rest", kind="rest", saved=9)))
@@ -587,9 +584,6 @@ def plan_activations(
     Args:
         kinds: kinds of operations whose results the platform can save.
         rates: measured or estimated rates.
-
-    Raises:
-        BudgetError: as `plan_recompute`, on a rank. Its `least` is that of the rank that needs most.
     """
     assert config.training.activation_budget is not None
     budget = parse_size(config.training.activation_budget)

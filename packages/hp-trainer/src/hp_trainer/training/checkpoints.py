@@ -95,10 +95,6 @@ class TrainingCheckpoints:
         """Load model, optimizer and loss scaling from a checkpoint, and return its position. A collective call.
 
         Newer checkpoints are set aside: the run continues from this one.
-
-        Raises:
-            UnfitCheckpointError: it is of another model or of other data, or has other tensors.
-            CheckpointError: it is damaged.
         """
         setup, read = self._setup, self._open(folder)
 
@@ -216,11 +212,7 @@ def _is_sound(checkpoint: Checkpoint) -> bool:
 
 
 def _counter(checkpoint: Checkpoint, name: str) -> int:
-    """Return a non-negative integer of the trainer's state.
-
-    Raises:
-        UnfitCheckpointError: it is missing or invalid.
-    """
+    """Return a non-negative integer of the trainer's state."""
     value = checkpoint.state.get(name)
     # In Python, bool is a subclass of int.
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -31,10 +31,6 @@ class ExpertMoves:
 
     Args:
         setup: the setup of this rank, with the original placement.
-
-    Raises:
-        ParallelDimsError: the optimizer has states of experts without the shape of their weights, on this rank or on
-            another one of its pipeline.
     """
 
     def __init__(self, setup: RankSetup) -> None:
@@ -47,11 +43,7 @@ class ExpertMoves:
             raise_on_all_ranks(_state_problems(setup), setup.all_gather_object)
 
     def after_step(self, step: int, loads: Mapping[str, LoadMetrics]) -> None:
-        """Add the expert loads of a step, and at the interval move experts by the loads since the last move.
-
-        Raises:
-            ExpertParallelError: experts cannot move; see `hp_moe.move_experts`.
-        """
+        """Add the expert loads of a step, and at the interval move experts by the loads since the last move."""
         if self._interval is None:
             return
         # Summed since the last move: the loads of a single step are too noisy to place experts by.

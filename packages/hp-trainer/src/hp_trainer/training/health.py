@@ -80,11 +80,7 @@ class LossGuard:
         self.interventions = 0
 
     def judge_loss(self, loss: float, step: int) -> Verdict:
-        """Return the decision about a step with this loss.
-
-        Raises:
-            TrainingError: the rule is to stop, or too many steps in a row were discarded.
-        """
+        """Return the decision about a step with this loss."""
         if not math.isfinite(loss):
             return self._decide(self._config.on_nonfinite, f"the loss of step {step} is {loss}")
         if self._config.on_spike != "ignore" and len(self._losses) == self._config.spike_window:
@@ -116,11 +112,7 @@ class LossGuard:
         return {"losses": losses, "interventions": self.interventions}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state that `state` returned.
-
-        Raises:
-            UnfitCheckpointError: the state is damaged.
-        """
+        """Load the state that `state` returned."""
         try:
             # Converted completely before `_losses` is cleared, so that a damaged state changes nothing there.
             losses, self.interventions = [float(loss) for loss in state["losses"]], int(state["interventions"])

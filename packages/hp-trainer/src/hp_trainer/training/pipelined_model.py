@@ -85,22 +85,13 @@ class StagePlan:
 
 
 def plan_stages(config: TrainerConfig, dims: ParallelDims) -> StagePlan:
-    """Split the model of a configuration into stages, and build its schedule.
-
-    Raises:
-        ScheduleError: as `make_schedule`.
-        PipelineError: the layers cannot be split into these stages.
-    """
+    """Split the model of a configuration into stages, and build its schedule."""
     schedule = make_schedule(config, dims)
     return StagePlan(schedule, stage_parts(config, schedule.num_stages))
 
 
 def stage_parts(config: TrainerConfig, num_stages: int) -> tuple[ModelPart, ...]:
-    """Return the part of the model in each stage.
-
-    Raises:
-        PipelineError: as `split_layers`.
-    """
+    """Return the part of the model in each stage."""
     layers, last = split_layers(config, num_stages), num_stages - 1
     return tuple(ModelPart(embed=i == 0, layers=tuple(each), head=i == last) for i, each in enumerate(layers))
 
@@ -111,9 +102,6 @@ def make_schedule(config: TrainerConfig, dims: ParallelDims, *, is_shortened: bo
     Args:
         is_shortened: build only as many micro-batches as `checked_microbatches` returns, and validate only schedules
             that are not built in.
-
-    Raises:
-        ScheduleError: the schedule does not exist for these numbers, or would deadlock.
     """
     settings = config.pipeline
     schedule = build_schedule(
@@ -145,11 +133,7 @@ def num_microbatches(config: TrainerConfig, dims: ParallelDims) -> int:
 
 
 def split_layers(config: TrainerConfig, num_stages: int) -> list[range]:
-    """Return the layers of each stage: those of `pipeline.layers`, or balanced by estimated cost.
-
-    Raises:
-        PipelineError: the layers cannot be split into these stages, or the model has no `num_hidden_layers`.
-    """
+    """Return the layers of each stage: those of `pipeline.layers`, or balanced by estimated cost."""
     options = config.model.options
     num_layers = getattr(options, "num_hidden_layers", None)
     if num_layers is None:

@@ -205,11 +205,7 @@ class StepRecorder:
 
 
 def read_recording(path: str) -> Recording:
-    """Read the digests of a run folder, or of a file.
-
-    Raises:
-        RecordingError: they are missing or damaged.
-    """
+    """Read the digests of a run folder, or of a file."""
     found = Path(path).expanduser()
     return Recording.load(RunFolder(found).digests_file if found.is_dir() else found)
 

@@ -103,11 +103,7 @@ class Snapshot:
         return cls(number, strict_json({"values": dict(values), "tensors": tensors}).encode(), data)
 
     def restore(self, setup: RankSetup) -> dict[str, Any]:
-        """Copy the state back to the tensors of this rank, and return the JSON values.
-
-        Raises:
-            TrainingError: the tensors of this rank have other names, dtypes or boxes than those of the snapshot.
-        """
+        """Copy the state back to the tensors of this rank, and return the JSON values."""
         found = json.loads(self.header)
         saved = {name: rest for name, *rest in found["tensors"]}
         platform, count = setup.platform, 0
@@ -507,11 +503,7 @@ class _Exchange:
         self._outbox.put((rank, snapshot, kind, done))
 
     def receive(self, number: int, holder: int, timeout_seconds: float) -> Snapshot:
-        """Wait for this rank's own snapshot `number`, which rank `holder` sends.
-
-        Raises:
-            CollectiveError: it has not arrived in time, or a rank has died meanwhile.
-        """
+        """Wait for this rank's own snapshot `number`, which rank `holder` sends."""
         deadline = time.monotonic() + timeout_seconds
         with self._changed:
             while number not in self._arrived:

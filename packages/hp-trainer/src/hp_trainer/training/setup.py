@@ -210,9 +210,6 @@ def build_model(
     Args:
         plan: the stages of a pipeline, of which this rank builds its own; None: build the full model.
         weights: initialize the weights; False: a checkpoint will be loaded.
-
-    Raises:
-        CheckpointError: `model.from` does not match the model.
     """
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
     # The full parameters never exist: they are created without data, sharded, and only then allocated.
@@ -313,9 +310,6 @@ def build_optimizer(
 
     Args:
         all_gather_object: as in `hp_trainer.optimizers.build_grouped`.
-
-    Raises:
-        TrainingError: a parameter group matches no parameter.
     """
     entry = registries().optimizers.get(config.optimizer.name, platform.name)
 
@@ -382,10 +376,6 @@ def build_plain_model(
         parts: passed to the model's builder: the layers of the stages to build.
         all_gather_object: gathers a JSON value from each rank of a pipeline, whose stages together have all parameters.
             The default is for a model whose parameters are all on this rank.
-
-    Raises:
-        ConfigError: `parallel.tp_plan` or `fsdp_units` is given for a model with a method `parallelize`, or
-            `training.freeze` is invalid.
     """
     # The same seed on all ranks, so that replicated parameters that a module draws are equal.
     platform.manual_seed(config.training.seed)
@@ -406,11 +396,7 @@ def build_plain_model(
 def _freeze(
     model: Any, config: TrainerConfig, platform: Platform, all_gather_object: Callable[[Any], list[Any]]
 ) -> None:
-    """Freeze the parameters of `training.freeze`, and with LoRA all parameters except the adapters.
-
-    Raises:
-        ConfigError: no parameter matches a pattern, or no parameter is left to train.
-    """
+    """Freeze the parameters of `training.freeze`, and with LoRA all parameters except the adapters."""
     is_trainable = getattr(config.model.options, "is_trained", lambda name: True)
     named = dict(platform.named_parameters(model))
     for name, parameter in named.items():
@@ -471,9 +457,6 @@ def full_model(
     Args:
         checkpoint: a checkpoint of any layout and any platform.
         averaged: use the moving average of the weights.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model, damaged, or without averages.
     """
     check_model(checkpoint, config)
     # In a world of one rank nothing communicates, even if other ranks run elsewhere.

@@ -172,10 +172,6 @@ def watched_set_up(folder: Path, world: World, timeout_seconds: float) -> Iterat
 
     Args:
         folder, world, timeout_seconds: as in `StallWatch`.
-
-    Raises:
-        HangError: a collective timed out; names the missing ranks.
-        TrainingError: code called `sys.exit`; names the rank and the line.
     """
     with contextlib.ExitStack() as stack:
         watch = StallWatch(folder, world, timeout_seconds)

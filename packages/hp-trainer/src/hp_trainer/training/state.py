@@ -55,10 +55,6 @@ def state_parts(
     Args:
         stage_mesh: the ranks with the same pipeline stages; None: all ranks.
         written_elsewhere: parameters that another stage has as well, and writes.
-
-    Raises:
-        CheckpointError: a weight or an optimizer state is not finite.
-        ExpertParallelError: experts are not at their original placement; see `hp_moe.move_experts`.
     """
     # Raises if experts were moved, since their rows would be saved under wrong indices.
     check_state(platform, model)
@@ -124,9 +120,6 @@ def check_fit(
     """Check that `load_state` can load a checkpoint, by its index; arguments as in `load_state`.
 
     All ranks of a pipeline return, or all raise.
-
-    Raises:
-        UnfitCheckpointError: tensors are missing, unexpected, or of other shapes or dtypes.
     """
     saved = checkpoint.index.tensors
     state = named_state(platform, model, optimizer, average if _is_averaged(checkpoint) else None)
@@ -168,9 +161,6 @@ def load_weights(
 
     Args:
         averaged: load the moving average of each weight that has one.
-
-    Raises:
-        CheckpointError: as `load_state` does, or because there are no averages.
     """
     saved = checkpoint.index.tensors
     if averaged:

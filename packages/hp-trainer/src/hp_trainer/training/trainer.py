@@ -306,11 +306,7 @@ class Trainer:
         return verdict, norm, updated
 
     def _roll_back(self) -> None:
-        """Load the last checkpoint, and continue from its step with the data after those read so far.
-
-        Raises:
-            TrainingError: there is no checkpoint yet.
-        """
+        """Load the last checkpoint, and continue from its step with the data after those read so far."""
         self.finish_save()
         # `resume` overwrites both with those of the checkpoint.
         samples, interventions = self.progress.samples, self._guard.interventions

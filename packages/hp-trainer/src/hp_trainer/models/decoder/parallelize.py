@@ -59,11 +59,7 @@ def parallelize(
     *,
     reshard_after_forward: bool | None = None,
 ) -> Decoder:
-    """Parallelize a decoder in place; see `LanguageModel.parallelize`.
-
-    Raises:
-        ParallelDimsError: the degrees do not divide the model's sizes, or this model cannot use them.
-    """
+    """Parallelize a decoder in place; see `LanguageModel.parallelize`."""
     # Order matters: each style wraps what the earlier ones sharded, and FSDP shards the local shards of all of them.
     dims.validate_against_model(model)
     if dims.tp_enabled:

@@ -52,11 +52,7 @@ _OF_GROUPED = ("num_key_value_heads", "head_dim")
 
 
 def find_architecture(config: Any) -> Architecture:
-    """Return the architecture that computes the same as a decoder with these options.
-
-    Raises:
-        ExportError: there is none; the message names the nearest one, and the options that differ.
-    """
+    """Return the architecture that computes the same as a decoder with these options."""
     wanted = meaning(to_plain(config), config.num_hidden_layers)
     # Every architecture is tried: an option may be fixed in one and have a key in another.
     differing = {each: _difference(each, config, wanted) for each in ARCHITECTURES.values()}
@@ -218,11 +214,7 @@ def export_weights(
 
 
 def make_directory(folder: Path) -> None:
-    """Create a directory to export to.
-
-    Raises:
-        ExportError: it exists and is not empty, or cannot be created.
-    """
+    """Create a directory to export to."""
     try:
         if folder.is_dir() and any(folder.iterdir()):
             raise ExportError(f"{folder} is not empty; choose another --to, or delete it")
@@ -294,9 +286,6 @@ def export_adapters(
         shapes: shape of every parameter by name.
         lora: options of the adapters.
         base: directory of the adapted model, if it is known.
-
-    Raises:
-        ExportError: the directory is not empty.
     """
     make_directory(folder)
     entries = []

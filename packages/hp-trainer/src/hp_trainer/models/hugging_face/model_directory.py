@@ -68,11 +68,7 @@ class ModelDirectory:
                 )
 
     def read(self, name: str, box: Box) -> Array:
-        """Return a box of one of the decoder's parameters or buffers as float32, reading only the bytes it needs.
-
-        Raises:
-            CheckpointError: there is no such tensor.
-        """
+        """Return a box of one of the decoder's parameters or buffers as float32, reading only the bytes it needs."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path} holds no weights for {name!r}")
         return self.tensors[name].read(box, self.weights.read)
