@@ -131,7 +131,7 @@ def test_more_processes_than_the_machine_can_hold_are_refused(work: Path, error,
 def test_empty_folders_are_refused(work: Path, error) -> None:
     expected_message = error("run.yaml", "--run.folder=", "--checkpoint.folder=")
     assert "run.folder: empty\n    expected: a folder, or null\n" in expected_message
-    assert "checkpoint.folder: empty\n    expected: a folder, or null\n" in expected_message
+    assert "checkpoint.folder: empty\n    expected: a path\n" in expected_message
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,6 @@ def test_sizes_that_do_not_fit_are_told_all_at_once():
         ({"n_group": 2, "topk_group": 1}, "n_group", "a divisor of 5"),
         ({"num_experts": 6, "n_group": 3, "topk_group": 4}, "topk_group", "1 to 3"),
         ({"num_experts": 6, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 1}, "topk_group", "2 to 3"),
-        ({"router_jitter": 1.0}, "router_jitter", "at least 0 and below 1"),
         ({"routing": "expert_choice"}, "norm_topk_prob", "false"),
         ({"routing": "sinkhorn", "sequence_aux_loss": 0.1}, "sequence_aux_loss", "0"),
         (

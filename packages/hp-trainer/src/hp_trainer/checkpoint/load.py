@@ -85,7 +85,7 @@ class VerifiedShards:
                     yield str(error)
 
     def chunk(self, name: str, chunk: Chunk, inside: tuple[slice, ...]) -> np.ndarray:
-        """Return a chunk of a tensor as an array without copying. Verifies the blocks that contain the slices `inside`."""
+        """Return a chunk of a tensor without copying. Verifies the blocks that contain the slices `inside`."""
         file, _ = self._shard(chunk.shard)
         begin, end = self._byte_range(name, chunk)
         # Only the first dimension narrows the range: rows are contiguous in the file.

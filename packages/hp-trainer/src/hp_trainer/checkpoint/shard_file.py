@@ -40,7 +40,7 @@ def safetensors_name(dtype: str) -> str:
 
 
 def storage_dtype(dtype: str) -> np.dtype:
-    """Return the NumPy dtype that holds the bits of a dtype: uint16 for bfloat16, otherwise the one of the same name."""
+    """Return the NumPy dtype of the bits of a dtype: uint16 for bfloat16, otherwise the one of the same name."""
     return np.dtype(_lookup(dtype)[1])
 
 

@@ -14,6 +14,7 @@ from hp_trainer.sizes import parse_size
 
 TensorParallelStyle = Literal["colwise", "rowwise"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 @section
@@ -36,14 +37,8 @@ class LossScalingConfig:
     enabled: bool = Field(True, description="scale the loss when training.dtype is float16")
     init_scale: float = Field(65536.0, gt=0, description="initial loss scale")
     growth_factor: float = Field(2.0, ge=1, description="factor on the scale after growth_interval steps in a row")
-    backoff_factor: float = Field(0.5, gt=0, description="factor on the scale after an overflow, below 1")
+    backoff_factor: float = Field(0.5, gt=0, lt=1, description="factor on the scale after an overflow")
     growth_interval: int = Field(2000, ge=1, description="steps without overflow before the scale grows")
-
-    def check(self) -> Iterator[Problem]:
-        if self.backoff_factor >= 1:
-            yield Problem(
-                path="backoff_factor", what="out of range", expected="a number < 1", got=str(self.backoff_factor)
-            )
 
 
 @section
@@ -76,13 +71,9 @@ class EmaConfig:
     """
 
     decay: float | None = Field(
-        None, ge=0, description="decay of the average per step, such as 0.999; null: no average"
+        None, ge=0, lt=1, description="decay of the average per step, such as 0.999; null: no average"
     )
     evaluate: bool = Field(True, description="evaluate the average instead of the current weights")
-
-    def check(self) -> Iterator[Problem]:
-        if self.decay is not None and self.decay >= 1:
-            yield Problem(path="decay", what="out of range", expected="a number < 1", got=str(self.decay))
 
 
 @section
@@ -247,15 +238,9 @@ class AdamWConfig:
     """AdamW (Loshchilov and Hutter, 2019, "Decoupled weight decay regularization")."""
 
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
-    betas: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
-        (0.9, 0.95), description="decay rates of the first and second moment"
-    )
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="decay rates of the first and second moment")
     eps: float = Field(1e-8, gt=0, description="added to the square root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay")
-
-    def check(self) -> Iterator[Problem]:
-        if max(self.betas) >= 1:
-            yield Problem(path="betas", what="out of range", expected="numbers < 1", got=str(list(self.betas)))
 
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of both moments of a parameter; see the hook `hp_optimizers`."""
@@ -391,10 +376,6 @@ class CheckpointConfig:
     storage: Annotated[Component, Registered("checkpoint_storages", "local")] = Field(
         {}, validate_default=True, description="storage of the checkpoints"
     )
-
-    def check(self) -> Iterator[Problem]:
-        if self.folder == "":
-            yield Problem(path="folder", what="empty", expected="a folder, or null", hint="null")
 
 
 @section

@@ -58,13 +58,18 @@ class Text(str):
 
 
 def _absolute(value: Any) -> Any:
-    # An empty path stays empty, and the section's `check` reports it.
     is_relative = isinstance(value, Text) and value
     return str((value.folder / Path(value).expanduser()).absolute()) if is_relative else value
 
 
+def _path(value: Any) -> Any:
+    if value == "":
+        report(iter([Problem(path="", what="empty", expected="a path")]))
+    return _absolute(value)
+
+
 # A path. A relative path is relative to the YAML file's folder, or on the command line to the working directory.
-FilePath = Annotated[str, BeforeValidator(_absolute)]
+FilePath = Annotated[str, BeforeValidator(_path)]
 
 # A list of sections, which may be null in the file. An entry that is a string sets the `path` of its section.
 Sections = Annotated[
@@ -173,7 +178,7 @@ def _bound(schema: Any) -> None:
         for each in schema:
             _bound(each)
     elif isinstance(schema, dict):
-        if schema.get("type") in _LARGEST:
+        if schema.get("type") in _LARGEST and "lt" not in schema:
             schema.setdefault("le", _LARGEST[schema["type"]])
         if schema.get("type") == "list":
             # A file's lists arrive as tuples.

@@ -53,8 +53,6 @@ class FilesConfig:
     )
 
     def check(self) -> Iterator[Problem]:
-        if self.path == "":
-            yield Problem(path="path", what="empty", expected="a file or folder, or null", hint="null")
         for suffix in self.suffixes:
             if not suffix.startswith("."):
                 what = "not a file ending"
@@ -76,10 +74,6 @@ class DocumentsConfig(FilesConfig):
 
     def check(self) -> Iterator[Problem]:
         yield from super().check()
-        if self.cache == "":
-            yield Problem(path="cache", what="empty", expected="a folder, or null", hint="null")
-        if self.tokenizer == "":
-            yield Problem(path="tokenizer", what="empty", expected="a file or folder, or null", hint="null")
         yield from self._source_problems()
 
     def _source_problems(self) -> Iterator[Problem]:

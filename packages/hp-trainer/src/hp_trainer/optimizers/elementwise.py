@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_trainer.config import AdamWConfig, section
-from hp_trainer.exceptions import Problem
+from hp_trainer.config.schema import DecayRate
 
 Tensor = Any
-
-
-def below_one(**values: float) -> Iterator[Problem]:
-    """Yield a problem for each setting that is not below 1."""
-    for name, value in values.items():
-        if value >= 1:
-            yield Problem(path=name, what="out of range", expected="a number < 1", got=str(value))
 
 
 class ElementwiseOptimizer(ABC):
@@ -118,12 +111,9 @@ class SGDConfig:
     """Stochastic gradient descent with momentum, as `torch.optim.SGD`."""
 
     lr: float = Field(1e-2, gt=0, description="peak learning rate")
-    momentum: float = Field(0.9, ge=0, description="decay rate of the velocity; 0: none")
+    momentum: float = Field(0.9, ge=0, lt=1, description="decay rate of the velocity; 0: none")
     nesterov: bool = Field(False, description="look ahead by the velocity")
     weight_decay: float = Field(0.0, ge=0, description="added to the gradient, times the weight")
-
-    def check(self) -> Iterator[Problem]:
-        yield from below_one(momentum=self.momentum)
 
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of the velocity; see the hook `hp_optimizers`."""
@@ -154,13 +144,8 @@ class LionConfig:
     """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675)."""
 
     lr: float = Field(1e-4, gt=0, description="peak learning rate; a third to a tenth of AdamW's")
-    betas: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
-        (0.9, 0.99), description="decay rates of the update and of the momentum"
-    )
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.99), description="decay rates of the update and of the momentum")
     weight_decay: float = Field(1.0, ge=0, description="decoupled weight decay; three to ten times AdamW's")
-
-    def check(self) -> Iterator[Problem]:
-        yield from below_one(betas=max(self.betas))
 
     def state_bytes(self, name: str, shape: tuple[int, ...], elements: int, itemsize: int) -> int:
         """Return the bytes of the momentum; see the hook `hp_optimizers`."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from pydantic import Field
 
 from hp_dtensor.optim import Muon, MuonOptions
 from hp_dtensor.platform.interface import Platform
 from hp_trainer.config import AdamWConfig, matches_any, section
-from hp_trainer.exceptions import Problem
-from hp_trainer.optimizers.elementwise import below_one
+from hp_trainer.config.schema import DecayRate
 from hp_trainer.optimizers.groups import GroupedOptimizer
 
 Tensor = Any
@@ -24,7 +23,7 @@ class MuonConfig:
     """Muon (Jordan et al., https://kellerjordan.github.io/posts/muon/) for matrices, AdamW for all else."""
 
     lr: float = Field(1e-3, gt=0, description="peak learning rate of both, as AdamW's")
-    momentum: float = Field(0.95, ge=0, description="decay rate of the running mean of gradients")
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay rate of the running mean of gradients")
     nesterov: bool = Field(True, description="look ahead by the momentum")
     weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of both")
     steps: int = Field(5, ge=1, description="steps of the Newton-Schulz iteration")
@@ -35,13 +34,8 @@ class MuonConfig:
     stacks: tuple[str, ...] = Field(
         ("*experts*",), description="patterns of names of three-dimensional weights that are stacks of matrices"
     )
-    betas: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
-        (0.9, 0.95), description="AdamW's decay rates"
-    )
+    betas: tuple[DecayRate, DecayRate] = Field((0.9, 0.95), description="AdamW's decay rates")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-
-    def check(self) -> Iterator[Problem]:
-        yield from below_one(momentum=self.momentum, betas=max(self.betas))
 
     def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether Muon, not AdamW, updates a parameter."""
