@@ -15,14 +15,13 @@ from hp_trainer.checkpoint import Box
 from hp_trainer.exceptions import TrainingError
 from hp_trainer.launch.step_checks import find_memory_problems
 from hp_trainer.models.hugging_face import ModelDirectory
-from hp_trainer.optimizers import state
+from hp_trainer.optimizers import offload
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.training.optimizer import WeightAverage
 
 OPTIMIZERS = {
     "adamw": {"parameter_groups": "[{match: ['*norm*'], weight_decay: 0}]"},
     "lion": {"optimizer": "{name: lion, lr: 1.0e-3}"},
-    "adafactor": {"optimizer": "{name: adafactor}"},
     "muon": {"optimizer": "{name: muon, lr: 5.0e-3}"},
 }
 
@@ -49,7 +48,7 @@ def copies(hp_platform, monkeypatch):
     }
     for name, function in played.items():
         monkeypatch.setattr(storage, name, function)
-    monkeypatch.setattr(state.build_on_host, "__defaults__", (600,))
+    monkeypatch.setattr(offload.build_on_host, "__defaults__", (600,))
     return found
 
 
@@ -89,7 +88,7 @@ def test_state_is_on_the_device_for_three_buckets_at_most(hp_platform, copies):
             return self.slots
 
     held = []
-    optimizer = state.build_on_host(named, Momentum, hp_platform)
+    optimizer = offload.build_on_host(named, Momentum, hp_platform)
     for _ in range(2):
         optimizer.step(0.5)
     assert len(held) == 2 * 6
@@ -123,7 +122,7 @@ def test_states_that_are_parts_of_one_tensor_are_refused(hp_platform, copies):
 
     named = [(str(n), hp_platform.zeros((3,), kind)) for n in range(2)]
     with pytest.raises(TrainingError, match="state of Together cannot be offloaded, because it is not dense"):
-        state.build_on_host(named, Together, hp_platform)
+        offload.build_on_host(named, Together, hp_platform)
 
 
 def test_a_platform_that_keeps_nothing_on_the_host_says_so_before_a_run(lab, monkeypatch):

@@ -12,12 +12,12 @@ from hp_dtensor.exceptions import LaunchError
 from hp_dtensor.testing import run_ranks
 from hp_moe import LoadMetrics, expert_placement, move_experts
 from hp_moe.load_balance import moe_layers
-from hp_trainer.config import LoadedConfig
+from hp_trainer.config import AdamWConfig, LoadedConfig
 from hp_trainer.evaluation import generate
 from hp_trainer.exceptions import EvaluationError, ParallelDimsError
 from hp_trainer.launch.preflight import check_settings
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.plugins import registries
+from hp_trainer.plugins import hookimpl, registries
 from hp_trainer.training import Trainer, expert_moves
 
 CLOSE = {"rtol": 2e-5, "atol": 0}
@@ -113,18 +113,42 @@ def test_a_run_whose_experts_move_is_taken_up_in_the_middle(lab, moves, how):
     np.testing.assert_allclose(losses(alone), losses(full_value), **CLOSE)
 
 
-def test_states_that_cannot_travel_are_refused(lab):
-    with pytest.raises(LaunchError, match=r"parallel.ep_move_interval: adafactor has states of layers.*experts.w"):
-        lab.run("run", FOUR_RANKS["hybrid"], 4, **SHORT, parallel__ep_move_interval=1, optimizer__name="adafactor")
+class RowMeans:
+    """An optimizer whose states are means of rows."""
+
+    num_steps = 0
+
+    def __init__(self, parameters, options, platform):
+        self._state = {name: {"row": platform.zeros(tuple(x.shape)[:-1], x.dtype)} for name, x in parameters}
+
+    def state(self):
+        return self._state
+
+    @hookimpl
+    def hp_optimizers(registry):
+        registry.add("row_means", RowMeans, options=AdamWConfig)
 
 
-def test_states_that_cannot_travel_are_refused_by_stages_without_experts_too(lab):
+@pytest.fixture
+def row_means(plugged):
+    plugged(RowMeans)
+    registries.cache_clear()
+    yield
+    registries.cache_clear()
+
+
+def test_states_that_cannot_travel_are_refused(lab, row_means):
+    with pytest.raises(LaunchError, match=r"parallel.ep_move_interval: row_means has states of layers.*experts.w"):
+        lab.run("run", FOUR_RANKS["hybrid"], 4, **SHORT, parallel__ep_move_interval=1, optimizer__name="row_means")
+
+
+def test_states_that_cannot_travel_are_refused_by_stages_without_experts_too(lab, row_means):
     """Else they would wait for the others, in their first step."""
-    settings = SHORT | {"parallel__ep_move_interval": 1, "optimizer__name": "adafactor"}
+    settings = SHORT | {"parallel__ep_move_interval": 1, "optimizer__name": "row_means"}
     run = lab.start("run", LAYOUTS["pipeline"], **settings)
 
     def rank():
-        with pytest.raises(ParallelDimsError, match=r"1 problem\n.*adafactor has states of layers.*experts.w"):
+        with pytest.raises(ParallelDimsError, match=r"1 problem\n.*row_means has states of layers.*experts.w"):
             Trainer(run, run.load_config().config, lab.platform)
 
     run_ranks(rank, 4, lab.platform)

@@ -109,7 +109,7 @@ class _MovedStates:
 
 
 def _state_problems(setup: RankSetup) -> Iterator[Problem]:
-    """Yield a problem if optimizer states cannot be moved row by row with an expert, such as those of Adafactor."""
+    """Yield a problem if optimizer states cannot be moved row by row with an expert."""
     states = setup.optimizer.state()
     for name, parameter in setup.platform.named_parameters(setup.model):
         if ".experts." not in name:
