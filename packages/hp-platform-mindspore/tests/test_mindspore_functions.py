@@ -276,6 +276,14 @@ def test_of_nothing(platform, name, shape, argument, expected):
     assert (result.shape, grad.shape) == (expected, shape)
 
 
+def test_positions_of_pooling(platform):
+    """As torch: into the flattened image."""
+    image = platform.from_numpy(np.array([[[[1.0, 9, 2], [3, 4, 8]]]], np.float32))
+    found, places = platform.operation("max_pool2d")(image, 2, 1, return_indices=True)
+    assert platform.to_numpy(found).tolist() == [[[[9, 9]]]]
+    assert platform.to_numpy(places).tolist() == [[[[1, 1]]]]
+
+
 def test_running_statistics(platform):
     x = values(4, 3, 2).astype(np.float32)
     mean, variance = (platform.from_numpy(np.full(3, value, np.float32)) for value in (1.0, 2.0))

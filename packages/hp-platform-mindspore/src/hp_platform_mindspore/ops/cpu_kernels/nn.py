@@ -10,7 +10,6 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, products, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
 from hp_platform_mindspore.tensor.memory import numbers, share, store
@@ -111,7 +110,7 @@ def _convolved(x: Tensor, weight: Tensor, steps: Sizes, gaps: Sizes, groups: int
 Array = np.ndarray[Any, Any]
 
 
-def max_pooling(count: int) -> Callable[..., Tensor]:
+def max_pooling(count: int) -> Callable[..., Any]:
     """Return `max_pool1d` or `max_pool2d`. The first of equal values in a window gets the gradient, as in torch."""
 
     def pool(
@@ -122,18 +121,15 @@ def max_pooling(count: int) -> Callable[..., Tensor]:
         dilation: Any = 1,
         ceil_mode: bool = False,
         return_indices: bool = False,
-    ) -> Tensor:
-        if return_indices:
-            raise CapabilityError("max_pool with return_indices=True is not composed for MindSpore's CPU")
+    ) -> Any:
         kernel, gaps = per_dimension(kernel_size, count), per_dimension(dilation, count)
         steps, pads = _steps(stride, kernel), per_dimension(padding, count)
         sizes = tuple(x.shape[2:])
         counts, around = _covered(sizes, kernel, steps, pads, gaps, ceil_mode)
         picked = windows(padded(x, around, -math.inf), counts, kernel, steps, gaps)
-        flat = mint.reshape(picked, (*picked.shape[: 2 + count], math.prod(kernel)))
-        # `argmax` returns the first of equal values.
-        best = np.expand_dims(np.argmax(numbers(flat), axis=-1), -1)
-        return mint.squeeze(shapes.gather(flat, -1, share(best)), -1)
+        options = zip(counts, kernel, steps, gaps, pads, strict=True)
+        coordinates = [np.arange(n)[:, None] * s + np.arange(k) * g - p for n, k, s, g, p in options]
+        return _largest(picked, coordinates, sizes, return_indices)
 
     return with_batch(pool, count)
 
@@ -160,6 +156,29 @@ def _covered(
         counts.append(count)
         around.append((pad, max(0, (count - 1) * step + reach - size - pad)))
     return tuple(counts), around
+
+
+def _largest(picked: Tensor, coordinates: Sequence[Array], sizes: Sizes, with_places: bool) -> Any:
+    """Return the first largest value of each window, and with `with_places` its index in the flattened image.
+
+    Args:
+        picked: `[batch, channels, windows..., positions inside...]`.
+        coordinates: per dimension `[windows, positions inside]`, their indices in the image.
+    """
+    count = len(sizes)
+    flat = mint.reshape(picked, (*picked.shape[: 2 + count], math.prod(picked.shape[2 + count :])))
+    # `argmax` returns the first of equal values.
+    best = np.expand_dims(np.argmax(numbers(flat), axis=-1), -1)
+    values = mint.squeeze(shapes.gather(flat, -1, share(best)), -1)
+    if not with_places:
+        return values
+    places = np.zeros((), np.int64)
+    for dim, places_of_dim in enumerate(coordinates):
+        shape = [1] * (2 * count)
+        shape[dim], shape[count + dim] = places_of_dim.shape
+        places = places + places_of_dim.reshape(shape) * math.prod(sizes[dim + 1 :])
+    places = np.broadcast_to(places.reshape(1, 1, *places.shape[:count], -1), flat.shape)
+    return values, share(np.take_along_axis(places, best, -1)[..., 0])
 
 
 F = mint.nn.functional
