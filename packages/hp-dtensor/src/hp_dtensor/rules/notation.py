@@ -27,14 +27,13 @@ def line(
     reduced: Mapping[str, str] | None = None,
     linear: bool | str = False,
     at: str = "dim",
-    nonempty: bool = False,
     **new: Size,
 ) -> Rule:
     """Return the rule that a line of `Notation` describes, with the options of the same names.
 
     A call with another number of tensors or dimensions runs on replicated operands.
     """
-    return Notation(text, reduced, linear=linear, at=at, new=new, nonempty=nonempty, replicates_others=True).rule
+    return Notation(text, reduced, linear=linear, at=at, new=new, replicates_others=True).rule
 
 
 def first_of(*rules: Rule) -> Rule:
@@ -93,8 +92,6 @@ class Notation:
             is the product of the first two inputs plus a term that is linear in the third.
         at: the argument that selects the dimension between two `...`. None: `...` occurs once.
         new: name that only outputs have -> its size. It is not sharded.
-        nonempty: whether names are sharded only if every rank gets at least one element, for operations that fail on
-            empty tensors or give wrong results.
         replicates_others: whether a call with other numbers of dimensions runs on replicated operands. Otherwise it is
             refused.
 
@@ -110,11 +107,10 @@ class Notation:
         linear: bool | str = False,
         at: str | None = None,
         new: Mapping[str, Size] | None = None,
-        nonempty: bool = False,
         replicates_others: bool = False,
     ) -> None:
         self.text, self.reduced, self.linear, self.at = text, dict(reduced or {}), linear, at
-        self.new, self.nonempty, self.replicates_others = dict(new or {}), nonempty, replicates_others
+        self.new, self.replicates_others = dict(new or {}), replicates_others
         marked = {word.strip("[],!") for word in text.split() if word.strip("[],").endswith("!")}
         self.replicated = replicated | marked | {*self.new}
         # Two registrations of a user's function with the same identity are one rule (`RuleRegistry.add`).
@@ -165,8 +161,7 @@ class Notation:
         fixed = self.replicated - {REST} | lost | self._unequal(call, sizes)
         fixed |= {*(rest if REST in self.replicated else ())}
         # Kernels refuse the maximum of an empty tensor, and its mean is NaN, which would spoil the reduced result.
-        filled = (name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
-        nonempty = frozenset(sizes if self.nonempty else filled)
+        nonempty = frozenset(name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
         return Factorization(
             inputs,
             outputs,

@@ -38,19 +38,25 @@ TABLES = (
 # writes no argument, draws no random numbers and does not depend on strides.
 REPLICATED_OPERATIONS = """
     _chunk_cat _softmax_backward_data _unsafe_masked_index _unsafe_masked_index_put_accumulate
-    _upsample_bilinear2d_aa addbmm addr block_diag broadcast_tensors cartesian_prod combinations constant_pad_nd
-    corrcoef cov
-    ctc_loss cumulative_trapezoid diagflat diagonal_scatter dist gradient hash_tensor histc histogram histogramdd isin
-    item linalg_cond linalg_ldl_solve linalg_lstsq linalg_lu_solve linalg_matrix_norm linalg_matrix_rank
-    linalg_multi_dot linalg_solve_ex linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot
-    local_response_norm lu lu_solve lu_unpack masked_scatter max_unpool1d max_unpool2d max_unpool3d msort
-    native_group_norm native_layer_norm ormqr pdist put qr renorm segment_reduce select_scatter slice_scatter
-    stft istft sum_to_size svd take trapezoid trapz triangular_solve linear_cross_entropy
-    adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
-    max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices nonzero_static grid_sampler_2d
-    grid_sampler_3d grid_sample linspace logspace unravel_index rot90 kron cosine_embedding_loss gaussian_nll_loss
-    hinge_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
-    poisson_nll_loss triplet_margin_loss triplet_margin_with_distance_loss
+    _upsample_bilinear2d_aa adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices
+    adaptive_max_pool3d_with_indices addbmm addr block_diag broadcast_tensors cartesian_prod cholesky
+    cholesky_inverse cholesky_solve combinations constant_pad_nd corrcoef cosine_embedding_loss cov ctc_loss
+    cumulative_trapezoid det diagflat diagonal_scatter dist fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft
+    fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft
+    fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn gaussian_nll_loss geqrf gradient grid_sample
+    grid_sampler_2d grid_sampler_3d hash_tensor hinge_embedding_loss histc histogram histogramdd inverse isin
+    istft item kron linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh
+    linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor
+    linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex
+    linalg_lu_solve linalg_matrix_exp linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot
+    linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd
+    linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot linear_cross_entropy linspace
+    local_response_norm logdet logspace lu lu_solve lu_unpack margin_ranking_loss masked_scatter matrix_exp
+    matrix_power max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices max_unpool1d
+    max_unpool2d max_unpool3d msort multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
+    native_group_norm native_layer_norm nonzero_static ormqr pdist pinverse poisson_nll_loss put qr renorm rot90
+    segment_reduce select_scatter slice_scatter slogdet stft sum_to_size svd take trapezoid trapz
+    triangular_solve triplet_margin_loss triplet_margin_with_distance_loss unravel_index
 """
 
 
