@@ -405,20 +405,6 @@ def _with(function, *arrays):
 
 
 FORMS = {
-    "mint conv2d": (_with(F.conv2d, WEIGHT, BIAS), lambda f, x, w, b: f("conv2d")(x, w, b), (WEIGHT, BIAS)),
-    "mint conv2d same": (
-        _with(lambda x, w: F.conv2d(x, w, None, 1, "same"), WEIGHT),
-        lambda f, x, w: f("conv2d")(x, w, None, 1, 1),
-        (WEIGHT,),
-    ),
-    "ops conv2d": (_with(ops.conv2d, WEIGHT, BIAS), lambda f, x, w, b: f("conv2d")(x, w, b), (WEIGHT, BIAS)),
-    "nn.Conv2d": (
-        _cell(lambda: nn.Conv2d(4, 4, 3, has_bias=True), weight=WEIGHT, bias=BIAS),  # padded as "same"
-        lambda f, x, w, b: f("conv2d")(x, w, b, 1, 1),
-        (WEIGHT, BIAS),
-    ),
-    "mint max_pool2d": (_with(lambda x: F.max_pool2d(x, 2)), lambda f, x: f("max_pool2d")(x, 2), ()),
-    "nn.MaxPool2d": (_with(nn.MaxPool2d(2, 2)), lambda f, x: f("max_pool2d")(x, 2), ()),
     "mint layer_norm": (_with(lambda x, b: F.layer_norm(x, (4,), b, b), BIAS),
                         lambda f, x, b: f("layer_norm")(x, (4,), b, b), (BIAS,)),
     "nn.LayerNorm": (_cell(lambda: nn.LayerNorm((4,), epsilon=1e-5), gamma=BIAS, beta=BIAS),

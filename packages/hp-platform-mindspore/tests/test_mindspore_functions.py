@@ -34,28 +34,6 @@ def windows(x, kernel, stride, pad, dilation, fill):
         yield place, sizes, x[(slice(None), slice(None), *picked)]
 
 
-def convolved(x, weight, bias, stride=1, pad=0, dilation=1, groups=1):
-    kernel, result = weight.shape[2:], None
-    for place, sizes, part in windows(x, kernel, stride, pad, dilation, 0.0):
-        if result is None:
-            result = np.zeros((len(x), len(weight), *sizes))
-        into, out = weight.shape[1], len(weight) // groups
-        for g in range(groups):
-            inside = part[:, g * into : (g + 1) * into].reshape(len(x), -1)
-            filters = weight[g * out : (g + 1) * out].reshape(out, -1)
-            result[(slice(None), slice(g * out, (g + 1) * out), *place)] = inside @ filters.T
-    return result + bias.reshape(-1, *[1] * len(kernel))
-
-
-def pooled(reduce, x, kernel, stride, pad, fill):
-    result = None
-    for place, sizes, part in windows(x, kernel, stride, pad, 1, fill):
-        if result is None:
-            result = np.zeros((*x.shape[:2], *sizes))
-        result[(slice(None), slice(None), *place)] = reduce(part, axis=tuple(range(2, x.ndim)))
-    return result
-
-
 def added_at(x, index, source):
     result = x.copy()
     np.add.at(result, index, source)
@@ -92,21 +70,6 @@ CASES = {
         [np.array([[2.0, 0.5], [0.0, 3.0], [3.0, 0.0], [0.5, 0.0], [4.0, 2.0]])],
         lambda f, x: f("cumprod")(x, 0),
         lambda x: np.cumprod(x, 0),
-    ),
-    "conv1d": (
-        [values(2, 4, 7), values(6, 2, 3), values(6)],
-        lambda f, x, w, b: f("conv1d")(x, w, b, 2, 1, 1, 2),
-        lambda x, w, b: convolved(x, w, b, 2, 1, 1, 2),
-    ),
-    "conv2d": (
-        [values(2, 3, 6, 5), values(4, 3, 2, 3), values(4)],
-        lambda f, x, w, b: f("conv2d")(x, w, b, 1, 1, 2),
-        lambda x, w, b: convolved(x, w, b, 1, 1, 2),
-    ),
-    "max_pool2d": (
-        [values(2, 2, 6, 5)],
-        lambda f, x: f("max_pool2d")(x, 3, 2, 1),
-        lambda x: pooled(np.max, x, (3, 3), 2, 1, -np.inf),
     ),
     "batch_norm": (
         [values(4, 3, 2), values(3), values(3)],
@@ -274,14 +237,6 @@ def test_of_nothing(platform, name, shape, argument, expected):
         result = platform.operation(name)(x, argument)
     (grad,) = platform.grad([platform.ops.sum(result)], [x])
     assert (result.shape, grad.shape) == (expected, shape)
-
-
-def test_positions_of_pooling(platform):
-    """As torch: into the flattened image."""
-    image = platform.from_numpy(np.array([[[[1.0, 9, 2], [3, 4, 8]]]], np.float32))
-    found, places = platform.operation("max_pool2d")(image, 2, 1, return_indices=True)
-    assert platform.to_numpy(found).tolist() == [[[[9, 9]]]]
-    assert platform.to_numpy(places).tolist() == [[[[1, 1]]]]
 
 
 def test_running_statistics(platform):

@@ -35,7 +35,6 @@ from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_mindspore.ops.cpu_kernels import (
     creation,
-    nn,
     pointwise,
     products,
     reductions,
@@ -224,7 +223,7 @@ _OWN = """
     adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d batch_norm interpolate
 """
 # Kernels that find positions on the host, which only a CPU's memory allows.
-_ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS, *nn.IMAGE_KERNELS}) - {
+_ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS}) - {
     "aminmax",
     "searchsorted",
     "bucketize",

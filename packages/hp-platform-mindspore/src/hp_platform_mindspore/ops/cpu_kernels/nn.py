@@ -1,185 +1,18 @@
-"""Convolutions, pooling, softmax, normalizations and losses, with torch's arguments and reductions."""
+"""Softmax, normalizations and losses, with torch's arguments and reductions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, products, reductions, shapes
+from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
-from hp_platform_mindspore.tensor.memory import numbers, share, store
-
-Sizes = tuple[int, ...]
-Pads = Sequence[tuple[int, int]]
-
-
-def per_dimension(value: Any, count: int) -> Sizes:
-    """Return one number for each of `count` spatial dimensions."""
-    items = (value,) if isinstance(value, (int, float)) else tuple(value)
-    return items * count if len(items) == 1 else items
-
-
-def windows(x: Tensor, counts: Sizes, kernel: Sizes, steps: Sizes, gaps: Sizes) -> Tensor:
-    """Gather the windows of a padded image: `[batch, channels, windows..., positions inside...]`."""
-    for i, (count, size, step, gap) in enumerate(zip(counts, kernel, steps, gaps, strict=True)):
-        # [windows, positions inside]: each spatial dimension becomes two.
-        index = np.arange(count)[:, None] * step + np.arange(size) * gap
-        x = shapes.index_select(x, 2 + 2 * i, share(index))
-    # Window numbers and positions inside alternate after the gathers; windows come first in the result.
-    inside = range(2, x.ndim, 2)
-    return mint.permute(x, (0, 1, *inside, *(dim + 1 for dim in inside)))
-
-
-def _counts(sizes: Sizes, kernel: Sizes, steps: Sizes, gaps: Sizes) -> Sizes:
-    """Return the number of windows in each dimension of an image that is padded already."""
-    options = zip(sizes, kernel, steps, gaps, strict=True)
-    return tuple((size - gap * (width - 1) - 1) // step + 1 for size, width, step, gap in options)
-
-
-def padded(x: Tensor, pads: Pads, value: float) -> Tensor:
-    for dim, (before, after) in enumerate(pads, 2):
-        parts = [x]
-        for place, length in ((0, before), (2, after)):
-            if length:
-                shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
-                parts.insert(place, creation.full(shape, value, x.dtype))
-        x = shapes.cat(parts, dim) if len(parts) > 1 else x
-    return x
-
-
-def with_batch(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
-    """Return `operation` accepting one image without a batch dimension too."""
-
-    def of_any(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.ndim == count + 2:
-            return operation(x, *args, **kwargs)
-        result = operation(mint.unsqueeze(x, 0), *args, **kwargs)
-        return tuple(mint.squeeze(y, 0) for y in result) if isinstance(result, tuple) else mint.squeeze(result, 0)
-
-    return of_any
-
-
-def convolution(count: int) -> Callable[..., Tensor]:
-    """Return `conv1d` or `conv2d`, with torch's arguments."""
-
-    def conv(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        gaps = per_dimension(dilation, count)
-        x = padded(x, _pads(padding, tuple(weight.shape[2:]), gaps), 0.0)
-        result = _convolved(x, weight, per_dimension(stride, count), gaps, groups)
-        return _affine(result, None, bias, (1, -1, *[1] * count))
-
-    return with_batch(conv, count)
-
-
-def _pads(padding: Any, kernel: Sizes, gaps: Sizes) -> Pads:
-    """Return the padding before and after each dimension."""
-    if padding == "valid":
-        return [(0, 0)] * len(kernel)
-    if padding == "same":
-        spare = [gap * (size - 1) for gap, size in zip(gaps, kernel, strict=True)]
-        return [(total // 2, total - total // 2) for total in spare]
-    return [(pad, pad) for pad in per_dimension(padding, len(kernel))]
-
-
-def _convolved(x: Tensor, weight: Tensor, steps: Sizes, gaps: Sizes, groups: int) -> Tensor:
-    """Convolve without padding: for each group of channels, the weight times all windows."""
-    (batch, channels, *sizes), (out, into, *kernel) = x.shape, weight.shape
-    counts = _counts(tuple(sizes), tuple(kernel), steps, gaps)
-    picked = windows(x, counts, tuple(kernel), steps, gaps)
-    positions, inside = math.prod(counts), math.prod(kernel)
-    # The im2col layout: channels and positions inside the window first, windows last.
-    order = (0, 1, *range(2 + len(counts), picked.ndim), *range(2, 2 + len(counts)))
-    columns = mint.reshape(mint.permute(picked, order), (batch, groups, channels // groups * inside, positions))
-    filters = mint.reshape(weight, (groups, out // groups, into * inside))
-    return mint.reshape(products.matmul(filters, columns), (batch, out, *counts))
-
-
-Array = np.ndarray[Any, Any]
-
-
-def max_pooling(count: int) -> Callable[..., Any]:
-    """Return `max_pool1d` or `max_pool2d`. The first of equal values in a window gets the gradient, as in torch."""
-
-    def pool(
-        x: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> Any:
-        kernel, gaps = per_dimension(kernel_size, count), per_dimension(dilation, count)
-        steps, pads = _steps(stride, kernel), per_dimension(padding, count)
-        sizes = tuple(x.shape[2:])
-        counts, around = _covered(sizes, kernel, steps, pads, gaps, ceil_mode)
-        picked = windows(padded(x, around, -math.inf), counts, kernel, steps, gaps)
-        options = zip(counts, kernel, steps, gaps, pads, strict=True)
-        coordinates = [np.arange(n)[:, None] * s + np.arange(k) * g - p for n, k, s, g, p in options]
-        return _largest(picked, coordinates, sizes, return_indices)
-
-    return with_batch(pool, count)
-
-
-def _steps(stride: Any, kernel: Sizes) -> Sizes:
-    return kernel if stride in (None, (), []) else per_dimension(stride, len(kernel))
-
-
-def _covered(
-    sizes: Sizes, kernel: Sizes, steps: Sizes, pads: Sizes, gaps: Sizes, ceil_mode: bool
-) -> tuple[Sizes, list[tuple[int, int]]]:
-    """Return the number of windows in each dimension, and the padding before and after that they need.
-
-    With `ceil_mode` a last window may extend beyond the padded end, unless it would start there.
-    """
-    counts, around = [], []
-    for size, width, step, pad, gap in zip(sizes, kernel, steps, pads, gaps, strict=True):
-        reach = gap * (width - 1) + 1
-        count = (size + 2 * pad - reach + (step - 1 if ceil_mode else 0)) // step + 1
-        # As torch: a window that would start in the padding at the end is left out.
-        if ceil_mode and (count - 1) * step >= size + pad:
-            count -= 1
-        # The last window may end before the padded end, so the padding after is what it needs.
-        counts.append(count)
-        around.append((pad, max(0, (count - 1) * step + reach - size - pad)))
-    return tuple(counts), around
-
-
-def _largest(picked: Tensor, coordinates: Sequence[Array], sizes: Sizes, with_places: bool) -> Any:
-    """Return the first largest value of each window, and with `with_places` its index in the flattened image.
-
-    Args:
-        picked: `[batch, channels, windows..., positions inside...]`.
-        coordinates: per dimension `[windows, positions inside]`, their indices in the image.
-    """
-    count = len(sizes)
-    flat = mint.reshape(picked, (*picked.shape[: 2 + count], math.prod(picked.shape[2 + count :])))
-    # `argmax` returns the first of equal values.
-    best = np.expand_dims(np.argmax(numbers(flat), axis=-1), -1)
-    values = mint.squeeze(shapes.gather(flat, -1, share(best)), -1)
-    if not with_places:
-        return values
-    places = np.zeros((), np.int64)
-    for dim, places_of_dim in enumerate(coordinates):
-        shape = [1] * (2 * count)
-        shape[dim], shape[count + dim] = places_of_dim.shape
-        places = places + places_of_dim.reshape(shape) * math.prod(sizes[dim + 1 :])
-    places = np.broadcast_to(places.reshape(1, 1, *places.shape[:count], -1), flat.shape)
-    return values, share(np.take_along_axis(places, best, -1)[..., 0])
-
+from hp_platform_mindspore.tensor.memory import numbers, store
 
 F = mint.nn.functional
 
@@ -374,13 +207,6 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
     return (reductions.total if reduction == "sum" else reductions.mean)(losses)
 
 
-# Kernels on positions. On a CPU they run on host memory.
-IMAGE_KERNELS: dict[str, Callable[..., Any]] = {
-    "conv1d": convolution(1),
-    "conv2d": convolution(2),
-    "max_pool1d": max_pooling(1),
-    "max_pool2d": max_pooling(2),
-}
 KERNELS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -400,5 +226,4 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "mse_loss": _elementwise(lambda d: d * d),
     "l1_loss": _elementwise(mint.abs),
     "huber_loss": _elementwise(_huber),
-    **IMAGE_KERNELS,
 }

@@ -27,17 +27,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 """By canonical name, on plain tensors, with torch's order of arguments."""
 
-_POOLS = "pool rows and columns with max_pool1d and max_pool2d, or take the mean of slices"
+_IMAGES = "index the windows and use matmul, sum or amax"
 _SORTED = "sort along the dimension and pick by position"
 NOT_COMPOSED: dict[str, str] = {
-    "conv3d": "apply conv2d to slices and add",
-    **{f"conv_transpose{n}d": "multiply by a matrix of the kernel" for n in (1, 2, 3)},
-    "max_pool3d": _POOLS,
-    **{f"{kind}_pool{n}d": _POOLS for kind in ("avg", "adaptive_avg") for n in (1, 2, 3)},
-    **{f"adaptive_max_pool{n}d": f"use max_pool{n}d with the kernel size that gives the wanted size" for n in (1, 2)},
-    "adaptive_max_pool3d": _POOLS,
+    **{f"{kind}{n}d": _IMAGES for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for n in (1, 2, 3)},
+    **{f"adaptive_{kind}_pool{n}d": _IMAGES for kind in ("avg", "max") for n in (1, 2, 3)},
+    **dict.fromkeys(("im2col", "col2im"), _IMAGES),
     "interpolate": "multiply each dimension by a matrix of weights",
-    **dict.fromkeys(("im2col", "col2im"), "index the windows and use matmul"),
     **dict.fromkeys(("median", "nanmedian", "mode", "kthvalue", "quantile", "nanquantile"), _SORTED),
     **dict.fromkeys(("cummax", "cummin"), "use amax or amin of slices"),
     **dict.fromkeys(("scatter_reduce", "index_reduce"), "use scatter_add or index_add for sums"),
