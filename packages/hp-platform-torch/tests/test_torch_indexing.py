@@ -11,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 
 from hp_dtensor import DeviceMesh, RaggedShard, Replicate, Shard, distribute_tensor, get_platform, implicit_replication
-from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.exceptions import MixedOperandsError
 from hp_dtensor.testing import run_ranks
 
 FULL = torch.arange(240.0).reshape(4, 5, 3, 4)
@@ -40,20 +40,11 @@ LAYOUTS = [
 ]
 
 
-def _written(y: Any, index: Any, value: Any = 5.0) -> Any:
-    """Write at positions, which must be in unsharded dimensions."""
-    try:
-        y[index] = value
-    except ShardingRuleError:
-        y = y.redistribute(placements=[Replicate()] * y.device_mesh.ndim)
-        y[index] = value
-    return y
-
-
 def _run(index: Any, x: Any, weights: Any, value: Any) -> tuple[list[Any], list[Any]]:
     """Return the elements picked and the tensor written to, and the gradients of the tensor and the value."""
     (x[index] * value).sum().backward()
-    written = _written(x * 1, index, value)
+    written = x * 1
+    written[index] = value
     (written * weights).sum().backward()
     return [x[index], written], [x.grad, value.grad]
 
@@ -83,6 +74,11 @@ def test_what_is_picked_and_written(name: str, behind: bool) -> None:
     expected = _run(index, FULL.clone().requires_grad_(), FULL, value.clone().requires_grad_())
     for found in run_ranks(_all, 4, "torch", index, value)[0]:
         torch.testing.assert_close(found, tuple([x.detach() for x in each] for each in expected), rtol=0, atol=0)
+
+
+def _written(y: Any, index: Any) -> Any:
+    y[index] = 5.0
+    return y
 
 
 UNDER_HOOKS: dict[str, Callable[[Any], Any]] = {

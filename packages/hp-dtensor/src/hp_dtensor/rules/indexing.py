@@ -316,13 +316,18 @@ def _setitem(call: OpCall) -> Factorization:
 
 
 def _setitem_by_positions(call: OpCall, items: list[Item], value: TensorSpec | None) -> Factorization:
-    """Write rows at positions in unsharded dimensions; the other dimensions are parallel."""
+    """Write the rows of each rank's shard at replicated positions."""
     dims, sizes = dim_factors("d", call.tensors[0].shape)
     picked, result, fixed = _picked(call, items, dims, sizes)
     inputs: tuple[Dims, ...] = (dims, *picked.indices)
     if value is not None:
         inputs = (*inputs, _value_factors(call, value, result, sizes))
-    return Factorization(inputs, (dims,), sizes, limits=unsharded(fixed | picked.sizes.keys()))
+    written = [name for (name,) in dims if (name,) not in result]
+    fixed = (fixed | picked.sizes.keys()) - {name for (name,) in dims}
+    local = functools.partial(assign_to_shard, items, picked)
+    return Factorization(
+        inputs, (dims,), sizes, limits=unsharded(fixed), work=LocalWork(by_factor=dict.fromkeys(written, local))
+    )
 
 
 def _output_factors(call: OpCall, items: list[Item], dims: Dims, sizes: dict[str, int]) -> tuple[list[Dim], set[str]]:
@@ -407,10 +412,58 @@ def tensor_index(call: OpCall, items: Sequence[Item]) -> Picked:
     if call.platform.picks_integers_first:
         # Integers and tensors without dimensions are applied first there, and do not count as adjacent to the others.
         items = [x for x in items if not (isinstance(x, int) or (isinstance(x, TensorSpec) and x.ndim == 0))]
-    places = [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
-    # By NumPy's rule: 0 if the items are not adjacent.
-    start = places[0] if places and places[-1] - places[0] < len(places) else 0
-    return Picked(shape, start, indices)
+    return Picked(shape, _start(_places(items)), indices)
+
+
+def _places(items: Sequence[Item]) -> list[int]:
+    """Return the indices of the items that are integers or tensors, which are broadcast together."""
+    return [i for i, item in enumerate(items) if isinstance(item, (int, TensorSpec))]
+
+
+def _start(places: Sequence[int]) -> int:
+    """Return the first dimension of positions in the result: by NumPy's rule, 0 if their items are not adjacent."""
+    return places[0] if places and places[-1] - places[0] < len(places) else 0
+
+
+def assign_to_shard(items: Sequence[Item], picked: Picked, call: LocalCall) -> Tensor:
+    """Run `x[index] = value` on this rank's shard, for an index of positions in a sharded dimension.
+
+    Positions are read on the host, which waits for the device: the number of those that a rank owns is a shape. A rank
+    that owns none writes an empty slice of the value, which keeps the value in its autograd graph.
+    """
+    platform, x = call.platform, call.arguments["input"]
+    places = _places(items)
+    index, taken = local_index([0 if i in places else item for i, item in enumerate(items)], call.sizes, call.spans)
+    dims = {place: sum(item is not None for item in items[:place]) for place in places}
+    rows = {place: _rows(call, place, items, dim, picked.shape) for place, dim in dims.items()}
+    spans = {place: call.spans.get(f"d{dim}", (0, call.sizes[f"d{dim}"])) for place, dim in dims.items()}
+    inside = [(rows[place] >= start) & (rows[place] < start + length) for place, (start, length) in spans.items()]
+    own = numpy.flatnonzero(numpy.logical_and.reduce(inside))
+    for place in places:
+        index[place] = platform.from_numpy(rows[place][own] - spans[place][0], platform.device_of(x))
+    taken = [*taken[: picked.start], None, *taken[picked.start :]]
+    value = value_on_span(platform.ops, _rows_of_value(call, picked, len(taken), own), taken)
+    # The local index has a one-dimensional tensor for every integer, so its dimension of positions may be elsewhere
+    # than that of the global index, for which the value was made.
+    source, target, ndim = picked.start, _start(places), len(taken)
+    if source != target and hasattr(value, "shape"):
+        value = platform.ops.reshape(value, (1,) * (ndim - len(value.shape)) + tuple(value.shape))
+        order = [dim for dim in range(ndim) if dim != source]
+        value = platform.ops.permute(value, (*order[:target], source, *order[target:]))
+    call.on(x, index=tuple(index), value=value)
+    return x
+
+
+def _rows(call: LocalCall, place: int, items: Sequence[Item], dim: int, shape: tuple[int, ...]) -> Array:
+    """Return the flattened positions in dimension `dim` of item number `place`, on the host, broadcast to `shape`."""
+    if isinstance(items[place], int):
+        found = numpy.asarray(items[place])
+    else:
+        index = call.arguments["index"]
+        tensors = [item for item in (index if isinstance(index, tuple) else (index,)) if hasattr(item, "shape")]
+        local = tensors[sum(isinstance(item, TensorSpec) for item in items[:place])]
+        found = call.platform.to_numpy(call.platform.unwrap(local) if isinstance(local, DTensor) else local)
+    return numpy.broadcast_to(counted_from_front(call.name, found, dim, call.sizes[f"d{dim}"]), shape).ravel()
 
 
 def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
@@ -426,6 +479,24 @@ def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
             f"{what}: index {outside.flat[0]} is out of bounds for dimension {dim} with size {size}"
         )
     return numpy.where(found < 0, found + size, found)
+
+
+def _rows_of_value(call: LocalCall, picked: Picked, ndim: int, own: Array) -> Any:
+    """Return the rows of the assigned value at the positions `own`, which form one dimension.
+
+    Args:
+        ndim: number of dimensions of the result with that one dimension.
+    """
+    value, ops = call.arguments["value"], call.platform.ops
+    behind = ndim - 1 - picked.start
+    if not hasattr(value, "shape") or len(value.shape) <= behind:
+        return value
+    count = len(picked.shape)
+    shape = (1,) * (ndim - 1 + count - len(value.shape)) + tuple(value.shape)
+    before, after = shape[: picked.start], shape[picked.start + count :]
+    value = ops.expand(ops.reshape(value, shape), (*before, *picked.shape, *after))
+    value = ops.reshape(value, (*before, math.prod(picked.shape), *after))
+    return ops.index_select(value, picked.start, call.platform.from_numpy(own, call.platform.device_of(value)))
 
 
 def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
