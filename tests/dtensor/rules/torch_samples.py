@@ -43,7 +43,6 @@ _OTHERS: tuple[Sample, ...] = (
     _call("diag", (4,), label="of a vector"),
     _call("trace", (4, 5)),
     _sample("unfold", lambda ops, x: ops.unfold(x, 0, 2, 1)),
-    _sample("meshgrid", lambda ops, x, y: ops.meshgrid([x, y], indexing="ij"), (5,), (4,)),
     _sample("rrelu", lambda ops, x: ops.rrelu(x, 0.2, 0.4)),
     _sample("rrelu training", lambda ops, x: ops.rrelu(x, 0.25, 0.25, True)),
     _sample("gumbel_softmax", lambda ops, x: ops.mul(ops.sum(ops.gumbel_softmax(x, 0.5, dim=0), 0), x[0])),

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from hp_dtensor.rules.factors import (
-    LINEAR,
     Dims,
     Factorization,
     LocalCall,
@@ -56,8 +55,6 @@ def register(registry: RuleRegistry) -> None:
     registry.register("avg_pool1d avg_pool2d avg_pool3d", average, _pool(None))
     for kind, signature in (("avg", "input output_size"), ("max", "input output_size return_indices=False")):
         registry.register(" ".join(f"adaptive_{kind}_pool{n}d" for n in (1, 2, 3)), signature, _adaptive_pool)
-    registry.register("im2col", "input kernel_size dilation=1 padding=0 stride=1", _im2col)
-    registry.register("col2im", "input output_size kernel_size dilation=1 padding=0 stride=1", _col2im)
     registry.register(
         "instance_norm",
         "input weight=None bias=None running_mean=None running_var=None use_input_stats=True momentum=0.1 eps=1e-5 ...",
@@ -326,58 +323,6 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, c
     count = (covered + (stride - 1 if ceil else 0)) // stride + 1
     # torch ignores a last window that would start in the padding behind the end.
     return count - 1 if ceil and (count - 1) * stride >= size + padding else count
-
-
-def _im2col(call: OpCall) -> Factorization:
-    """Copy windows into columns: `[batch, channels, height, width] -> [batch, channels * kernel, windows]`."""
-    shape = call.tensors[0].shape
-    if len(shape) not in (3, 4):
-        raise call.refuse("expected images [batch, channels, height, width] or [channels, height, width]")
-    batch, sizes = _of_windows(call, shape[:-2], shape[-2:])
-    sizes |= {"p0": shape[-2], "p1": shape[-1]}
-    image, columns = (*batch, ("c",), ("p0",), ("p1",)), (*batch, ("c", "k"), ("q",))
-    return _linear(image, columns, sizes)
-
-
-def _col2im(call: OpCall) -> Factorization:
-    """Sum overlapping windows, `[batch, channels * kernel, windows] -> [batch, channels, height, width]`."""
-    shape, positions = call.tensors[0].shape, _spatial(call["output_size"], 2)
-    kernel = math.prod(_spatial(call["kernel_size"], 2))
-    if len(shape) not in (2, 3) or shape[-2] % kernel:
-        raise call.refuse(f"expected [batch, channels * {kernel}, windows] or [channels * {kernel}, windows]")
-    batch, sizes = _of_windows(call, (*shape[:-2], shape[-2] // kernel), positions)
-    if sizes["q"] != shape[-1]:
-        raise call.refuse(f"an image {list(positions)} has {sizes['q']} windows, got {shape[-1]}")
-    sizes |= {"p0": positions[0], "p1": positions[1]}
-    image, columns = (*batch, ("c",), ("p0",), ("p1",)), (*batch, ("c", "k"), ("q",))
-    return _linear(columns, image, sizes)
-
-
-def _of_windows(call: OpCall, leading: Sizes, positions: Sizes) -> tuple[Dims, dict[str, int]]:
-    """Return the batch dimensions of im2col, and the sizes of batch, channels `c`, window elements `k`, windows `q`.
-
-    Args:
-        leading: sizes of the batch and the channels.
-        positions: height and width of the image.
-    """
-    kernel, stride, padding, dilation = (
-        _spatial(call[name], 2) for name in ("kernel_size", "stride", "padding", "dilation")
-    )
-    options = zip(positions, kernel, stride, padding, dilation, strict=True)
-    counts = (_windows(*option, False) for option in options)
-    sizes = {f"n{i}": size for i, size in enumerate(leading[:-1])}
-    batch: Dims = tuple((name,) for name in sizes)
-    return batch, sizes | {"c": leading[-1], "k": math.prod(kernel), "q": math.prod(counts)}
-
-
-def _linear(before: Dims, after: Dims, sizes: dict[str, int]) -> Factorization:
-    """Return the rule of im2col and col2im: linear, with batch `n` and channels `c` parallel."""
-    # Channels are the outermost factor of the columns' dimension `(c k)`, so sharding them shards both tensors.
-    parallel = frozenset(name for name in sizes if name[0] in "nc")
-    fixed = frozenset(sizes) - parallel
-    return Factorization(
-        (before,), (after,), sizes, limits=ShardingLimits(fixed=fixed, nonempty=parallel), partial=LINEAR
-    )
 
 
 def _instance_norm(call: OpCall) -> Factorization:

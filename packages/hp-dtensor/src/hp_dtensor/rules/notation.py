@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hp_dtensor.comm.process_group import REDUCE_OPS
 from hp_dtensor.rules.factors import Dims, Factorization, PartialResults, ShardingLimits
@@ -46,17 +45,6 @@ def first_of(*rules: Rule) -> Rule:
             except NeedsReplicatedError:
                 continue
         return rules[-1](call)
-
-    return rule
-
-
-def by_argument(name: str, rules: Mapping[Any, Rule]) -> Rule:
-    """Return a rule that chooses by the value of an argument. With other values, operands are replicated."""
-
-    def rule(call: OpCall) -> Factorization:
-        if call[name] not in rules:
-            raise call.needs_replicated(f"its rule needs {name}={' or '.join(map(repr, rules))}")
-        return rules[call[name]](call)
 
     return rule
 

@@ -24,7 +24,7 @@ from hp_dtensor.rules.factors import (
     ShardingLimits,
     unsharded,
 )
-from hp_dtensor.rules.notation import by_argument, line
+from hp_dtensor.rules.notation import line
 from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.registry import OpCall, Rule, RuleRegistry, dim_factors
 
@@ -69,13 +69,19 @@ def register(registry: RuleRegistry) -> None:
     registry.register("sort", "input dim=-1 descending=False * stable=False", twice_along)
     registry.register("argsort", "input dim=-1 descending=False * stable=False", along)
     registry.register("one_hot", "input num_classes=-1", _one_hot, data_dependent=True)
-    registry.register("bincount", "input weights=None minlength=0", _bincount, data_dependent=True)
     registry.register(
-        "searchsorted",
-        "sorted_sequence input * out_int32=False right=False side=None sorter=None",
-        by_argument("sorter", {None: line("bounds!, ... -> ...")}),
+        "searchsorted", "sorted_sequence input * out_int32=False right=False side=None sorter=None", _searchsorted
     )
     registry.register("bucketize", "input boundaries * out_int32=False right=False", line("..., bounds! -> ..."))
+
+
+_IN_BOUNDS = line("bounds!, ... -> ...")
+
+
+def _searchsorted(call: OpCall) -> Factorization:
+    if call["sorter"] is not None:
+        raise call.needs_replicated("its rule needs no sorter")
+    return _IN_BOUNDS(call)
 
 
 def reduced_dims(call: OpCall, ndim: int) -> tuple[int, ...]:
@@ -630,33 +636,3 @@ def _one_hot(call: OpCall) -> Factorization:
     return Factorization(
         (dims,), ((*dims, ("classes",)),), sizes | {"classes": call["num_classes"]}, limits=unsharded({"classes"})
     )
-
-
-def _bincount(call: OpCall) -> Factorization:
-    (spec,) = call.tensors[:1]
-    if spec.is_replicated():
-        raise call.refuse("the number of bins depends on data")  # of replicated operands: it runs as on one device
-    if not call["minlength"] or call["weights"] is not None:
-        raise call.refuse("bincount of a sharded DTensor needs a minlength greater than every value, and no weights")
-    dims, sizes = dim_factors("d", spec.shape)
-    return Factorization(
-        (dims,),
-        ((("bins",),),),
-        sizes | {"bins": call["minlength"]},
-        limits=unsharded({"bins"}),
-        partial=PartialResults(reduced=dict.fromkeys(sizes, "sum")),
-        work=LocalWork(by_factor=dict.fromkeys(sizes, functools.partial(_local_bins, call))),
-    )
-
-
-def _local_bins(refused: OpCall, call: LocalCall) -> Any:
-    """Count the shard's values. All ranks raise if any rank has a value beyond the last bin."""
-    platform, bins = call.platform, call.sizes["bins"]
-    counts = call.on(call.arguments["input"])
-    most = platform.ops.full((), int(counts.shape[0]), platform.dtype("int64"))
-    # A rank that raised alone would leave the others waiting in the next collective.
-    most = reduce_data_over(most, call.groups["d0"], "max")
-    highest = int(platform.to_numpy(most)) - 1
-    if highest >= bins:
-        raise refused.refuse(f"a value {highest} is beyond minlength={bins}")
-    return counts

@@ -39,24 +39,25 @@ TABLES = (
 REPLICATED_OPERATIONS = """
     _chunk_cat _softmax_backward_data _unsafe_masked_index _unsafe_masked_index_put_accumulate
     _upsample_bilinear2d_aa adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices
-    adaptive_max_pool3d_with_indices addbmm addr block_diag broadcast_tensors cartesian_prod cholesky
-    cholesky_inverse cholesky_solve combinations constant_pad_nd corrcoef cosine_embedding_loss cov ctc_loss
-    cumulative_trapezoid det diagflat diagonal_scatter dist fft_fft fft_fft2 fft_fftn fft_fftshift fft_hfft
-    fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft fft_ihfft2 fft_ihfftn fft_irfft
-    fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn gaussian_nll_loss geqrf gradient grid_sample
-    grid_sampler_2d grid_sampler_3d hash_tensor hinge_embedding_loss histc histogram histogramdd inverse isin
-    istft item kron linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det linalg_eig linalg_eigh
-    linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_ldl_factor
-    linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex
-    linalg_lu_solve linalg_matrix_exp linalg_matrix_norm linalg_matrix_power linalg_matrix_rank linalg_multi_dot
-    linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_solve_triangular linalg_svd
-    linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander linalg_vecdot linear_cross_entropy linspace
-    local_response_norm logdet logspace lu lu_solve lu_unpack margin_ranking_loss masked_scatter matrix_exp
-    matrix_power max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices max_unpool1d
-    max_unpool2d max_unpool3d msort multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss
-    native_group_norm native_layer_norm nonzero_static ormqr pdist pinverse poisson_nll_loss put qr renorm rot90
-    segment_reduce select_scatter slice_scatter slogdet stft sum_to_size svd take trapezoid trapz
-    triangular_solve triplet_margin_loss triplet_margin_with_distance_loss unravel_index
+    adaptive_max_pool3d_with_indices addbmm addr bilinear bincount block_diag broadcast_tensors cartesian_prod
+    channel_shuffle cholesky cholesky_inverse cholesky_solve col2im combinations constant_pad_nd corrcoef
+    cosine_embedding_loss cov ctc_loss cumulative_trapezoid det diagflat diagonal_scatter dist fft_fft fft_fft2
+    fft_fftn fft_fftshift fft_hfft fft_hfft2 fft_hfftn fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_ihfft
+    fft_ihfft2 fft_ihfftn fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn gaussian_nll_loss geqrf
+    gradient grid_sample grid_sampler_2d grid_sampler_3d hash_tensor hinge_embedding_loss histc histogram
+    histogramdd im2col inverse isin istft item kron linalg_cholesky linalg_cholesky_ex linalg_cond linalg_det
+    linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex
+    linalg_ldl_factor linalg_ldl_factor_ex linalg_ldl_solve linalg_lstsq linalg_lu linalg_lu_factor
+    linalg_lu_factor_ex linalg_lu_solve linalg_matrix_exp linalg_matrix_norm linalg_matrix_power
+    linalg_matrix_rank linalg_multi_dot linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex
+    linalg_solve_triangular linalg_svd linalg_svdvals linalg_tensorinv linalg_tensorsolve linalg_vander
+    linalg_vecdot linear_cross_entropy linspace local_response_norm logdet logspace lu lu_solve lu_unpack
+    margin_ranking_loss masked_scatter matrix_exp matrix_power max_pool1d_with_indices max_pool2d_with_indices
+    max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d meshgrid msort multi_margin_loss
+    multilabel_margin_loss multilabel_soft_margin_loss native_group_norm native_layer_norm nonzero_static ormqr
+    pdist pinverse poisson_nll_loss put qr renorm rot90 segment_reduce select_scatter slice_scatter slogdet stft
+    sum_to_size svd take trapezoid trapz triangular_solve triplet_margin_loss triplet_margin_with_distance_loss
+    unravel_index
 """
 
 

@@ -61,14 +61,6 @@ _NETWORKS = (
     ),
     _sample("interpolate", lambda ops, x: ops.interpolate(x, scale_factor=2), (2, 3, 4)),
     _sample("interpolate bilinear", lambda ops, x: ops.interpolate(x, (6, 5), mode="bilinear"), (2, 3, 4, 3)),
-    *(
-        _call("im2col", shape, args=((3, 2), 1, (1, 0), (2, 1)), label=label)
-        for label, shape in (("of a batch", (2, 4, 5, 4)), ("of odd channels", (3, 3, 4, 3)), ("of one", (5, 3, 3)))
-    ),
-    *(
-        _call("col2im", shape, args=((5, 4), (3, 2), 1, (1, 0), (2, 1)), label=label)
-        for label, shape in (("of a batch", (2, 24, 9)), ("of odd channels", (3, 18, 9)), ("of one", (30, 9)))
-    ),
     _call("pixel_shuffle", (2, 8, 3, 2), args=(2,)),
     _call("pixel_unshuffle", (2, 2, 4, 6), args=(2,)),
     _sample("prelu", lambda ops, x, w: ops.prelu(x, w), (2, 4, 3), (4,)),

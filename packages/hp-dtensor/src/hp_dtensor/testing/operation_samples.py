@@ -373,7 +373,6 @@ _SELECTION = (
             gradients=False),
     _sample("index_reduce", lambda ops, x, i, y: ops.index_reduce(x, 0, i, y, "amax"), MATRIX, (3,), (3, 4),
             integers={1: 5}),
-    _sample("bincount", lambda ops, i: ops.bincount(i, 6), (9,), integers={0: 4}, gradients=False),
 )  # fmt: skip
 
 POINTWISE_AND_REDUCTIONS: tuple[Sample, ...] = (

@@ -100,17 +100,6 @@ def _tensor_split(x: Tensor, indices_or_sections: int | Sequence[int], dim: int 
     return tuple(x.narrow(dim, start, max(0, stop - start)) for start, stop in spans)
 
 
-def _meshgrid(*tensors: Any, indexing: str = "ij") -> tuple[Tensor, ...]:
-    listed = list(tensors[0]) if isinstance(tensors[0], (tuple, list)) else list(tensors)
-    sizes = [x.numel() for x in listed]
-    grids = []
-    for i, x in enumerate(listed):
-        shape = [1] * len(listed)
-        shape[i] = sizes[i]
-        grids.append(x.reshape(shape).expand(sizes))
-    return tuple(grid.transpose(0, 1) for grid in grids) if indexing == "xy" and len(grids) > 1 else tuple(grids)
-
-
 # Products --------------------------------------------------------------------------------------------------
 
 
@@ -126,11 +115,6 @@ def _tensordot(x: Tensor, y: Tensor, dims: Any = 2) -> Tensor:
     free = [a for i, a in enumerate(first) if i not in {d % x.dim() for d in left}]
     free += [b for i, b in enumerate(second) if i not in {d % y.dim() for d in right}]
     return torch.einsum(f"{''.join(first)},{''.join(second)}->{''.join(free)}", x, y)
-
-
-def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    product = (_tensordot(x, weight, ([-1], [1])) * y.unsqueeze(-2)).sum(-1)
-    return product if bias is None else product + bias
 
 
 # Weights ---------------------------------------------------------------------------------------------------
@@ -228,11 +212,6 @@ def _pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     return moved.reshape(*x.shape[:-3], channels // r**2, height * r, width * r)
 
 
-def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    channels, *space = x.shape[1:]
-    return x.reshape(x.shape[0], groups, channels // groups, *space).transpose(1, 2).reshape(x.shape)
-
-
 def _pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     r, (channels, height, width) = downscale_factor, x.shape[-3:]
     apart = x.reshape(*x.shape[:-3], channels, height // r, r, width // r, r)
@@ -277,18 +256,15 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "hsplit": lambda x, parts: _tensor_split(x, parts, 0 if x.dim() == 1 else 1),
     "vsplit": lambda x, parts: _tensor_split(x, parts, 0),
     "dsplit": lambda x, parts: _tensor_split(x, parts, 2),
-    "meshgrid": _meshgrid,
     "diag": lambda x, diagonal=0: torch.diag_embed(x, diagonal) if x.dim() == 1 else x.diagonal(diagonal).clone(),
     "trace": lambda x: x.diagonal().sum(),
     "inner": lambda x, y: x * y if not x.dim() or not y.dim() else torch.tensordot(x, y, ([-1], [-1])),
     "tensordot": _tensordot,
     "multi_head_attention_forward": multi_head_attention,
     "vdot": lambda x, y: torch.dot(x.conj(), y),
-    "bilinear": _bilinear,
     "native_batch_norm": _native_batch_norm,
     "norm_except_dim": _norm_except_dim,
     "_weight_norm": lambda v, g, dim=0: v * (g / _norm_except_dim(v, 2, dim)),
-    "channel_shuffle": _channel_shuffle,
     "gumbel_softmax": _gumbel_softmax,
     "normalize": lambda input, p=2.0, dim=1, eps=1e-12: input / input.norm(p, dim, keepdim=True).clamp_min(eps),
     "cosine_similarity": _cosine_similarity,
