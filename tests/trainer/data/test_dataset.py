@@ -11,7 +11,7 @@ import pytest
 from training_runs import FOUR_RANKS, Lab, events, losses, newest, skip_unless_torch_or
 
 from hp_trainer.config import parse_config
-from hp_trainer.evaluation import measure_perplexity_on
+from hp_trainer.evaluation import measure_perplexity
 from hp_trainer.plugins import registries
 
 # float32 sums in another order, carried through six AdamW steps.
@@ -107,8 +107,8 @@ def test_documents_in_a_row_are_as_if_each_stood_alone(tmp_path, hp_platform, te
     run = labs["best_fit"].run("run", training__steps=3)
     found = {}
     for packing, lab in labs.items():
-        found[packing] = measure_perplexity_on(
-            run, lab.config(), hp_platform, newest(run), evaluation_only=text is TEXT
+        found[packing] = measure_perplexity(
+            run, lab.config(), hp_platform, newest(run), data="evaluation" if text is TEXT else "all"
         )
     assert found["best_fit"].tokens == found["none"].tokens > 900
     # The same terms, summed in other rows.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from hp_trainer.parallel.dims import dims_of
 from hp_trainer.plugins import registries
 from hp_trainer.records import perplexity_of
 from hp_trainer.run import RunFolder, checkpoint_storage
-from hp_trainer.training.setup import build_model, full_model, sequence_sharder
+from hp_trainer.training.setup import build_model, full_model, open_dataset, sequence_sharder
 from hp_trainer.training.state import load_weights
 
 
@@ -53,82 +54,60 @@ def measure_perplexity(
     platform: Platform,
     checkpoint: Checkpoint,
     *,
+    data: Literal["run", "evaluation", "all"] = "run",
     averaged: bool = False,
     on_all_ranks: bool = False,
 ) -> Perplexity:
-    """Measure the loss of a checkpoint's model on all evaluation samples of the run.
+    """Measure the loss of a checkpoint's model.
 
     Args:
         run: the run of the checkpoint.
         config: its configuration.
         platform: the platform to run the model on.
         checkpoint: a checkpoint of the run, from any layout and any platform.
+        data: the samples: the evaluation samples of the run, or those of `config.data`, or all samples of that.
         averaged: use the moving average of the weights.
         on_all_ranks: every rank of the platform's world calls this, with model and samples sharded by
             `config.parallel`; otherwise this rank runs the full model.
     """
-    source = registries().datasets.get(config.data.name).build(config.data.options)
-    samples = source.open(run.data, config.training.sequence_length).evaluation
-    return _measure(config, platform, checkpoint, samples, averaged=averaged, on_all_ranks=on_all_ranks)
+    group: Group = current_world(platform).all if on_all_ranks else Alone()
+    with _samples(run, config, group, data) as samples:
+        if not len(samples):
+            raise DataError(
+                "there are no evaluation samples; give some by --data.path=..., or --data.eval=[{path: ...}]"
+            )
+        if on_all_ranks:
+            return _measure_on_all_ranks(config, platform, checkpoint, samples, averaged=averaged)
+        with full_model(config, platform, checkpoint, averaged=averaged) as model:
+            reader = BatchReader(samples, global_batch_size=_batch_size(config), seed=0, once=True)
+            positions = range(0, len(samples), _batch_size(config))
+            total, targets = _loss_sum(platform, model, (reader.read(position) for position in positions))
+    # All targets may be ignored, as in conversations without an answer.
+    return Perplexity(total / max(1, targets), targets)
 
 
-def measure_perplexity_on(
-    run: RunFolder,
-    config: TrainerConfig,
-    platform: Platform,
-    checkpoint: Checkpoint,
-    *,
-    evaluation_only: bool,
-    averaged: bool = False,
-    on_all_ranks: bool = False,
-) -> Perplexity:
-    """Measure the loss of a checkpoint's model on `config.data` instead of the run's data.
-
-    Prepared tokens are stored in the run's data cache; its folder is unchanged. Other arguments and errors are those of
-    `measure_perplexity`.
-
-    Args:
-        evaluation_only: use the evaluation samples of `config.data`; otherwise all of its samples.
-    """
+@contextlib.contextmanager
+def _samples(run: RunFolder, config: TrainerConfig, group: Group, data: str) -> Iterator[Samples]:
+    """Yield the samples to measure. Tokens of other data than the run's are prepared in its cache, not in its folder."""
+    if data == "run":
+        yield open_dataset(run, config).evaluation
+        return
     options = config.data.options
     # Other data have no part that training has seen, so all of them may be used.
-    changes: dict[str, Any] = {} if evaluation_only else {"eval": (), "eval_fraction": 0.0}
+    changes: dict[str, Any] = {} if data == "evaluation" else {"eval": (), "eval_fraction": 0.0}
     if hasattr(options, "cache"):
         changes["cache"] = str(cache_folder(run.data, options.cache))
     # A dataset of a plugin may lack these options.
     known = {field.name for field in fields(options)}
     options = replace(options, **{name: value for name, value in changes.items() if name in known})
     source = registries().datasets.get(config.data.name).build(options)
-    group: Group = current_world(platform).all if on_all_ranks else Alone()
     with tempfile.TemporaryDirectory() as temporary:
         coordinator(group, "preparing data", lambda: source.prepare(Path(temporary)), DataError)
         if group.rank != 0:
             # Rank 0 may be on another machine with another temporary folder. This only finds its tokens in the cache.
             source.prepare(Path(temporary))
         dataset = source.open(Path(temporary), config.training.sequence_length)
-        samples = dataset.evaluation if evaluation_only else dataset.train
-        return _measure(config, platform, checkpoint, samples, averaged=averaged, on_all_ranks=on_all_ranks)
-
-
-def _measure(
-    config: TrainerConfig,
-    platform: Platform,
-    checkpoint: Checkpoint,
-    samples: Samples,
-    *,
-    averaged: bool,
-    on_all_ranks: bool,
-) -> Perplexity:
-    if not len(samples):
-        raise DataError("there are no evaluation samples; give some by --data.path=..., or --data.eval=[{path: ...}]")
-    if on_all_ranks:
-        return _measure_on_all_ranks(config, platform, checkpoint, samples, averaged=averaged)
-    with full_model(config, platform, checkpoint, averaged=averaged) as model:
-        reader = BatchReader(samples, global_batch_size=_batch_size(config), seed=0, once=True)
-        positions = range(0, len(samples), _batch_size(config))
-        total, targets = _loss_sum(platform, model, (reader.read(position) for position in positions))
-    # All targets may be ignored, as in conversations without an answer.
-    return Perplexity(total / max(1, targets), targets)
+        yield dataset.evaluation if data == "evaluation" else dataset.train
 
 
 def _measure_on_all_ranks(

@@ -43,14 +43,18 @@ class Problem:
         return replace(self, path=f"{prefix}.{self.path}" if self.path else prefix)
 
 
-class ProblemsError(HPError, ValueError):
+class _Explained(HPError):
+    """An error whose message is enough."""
+
+    needs_traceback = False
+
+
+class ProblemsError(_Explained, ValueError):
     """The input has problems; the message lists all of them.
 
     Attributes:
         problems: every problem found.
     """
-
-    needs_traceback = False
 
     def __init__(self, problems: Sequence[Problem], title: str) -> None:
         self.problems = tuple(problems)
@@ -70,10 +74,8 @@ class PlanError(HPError, ValueError):
     """A plan cannot be made: the model does not report its sizes, or the device is unknown."""
 
 
-class DataError(HPError, ValueError):
+class DataError(_Explained, ValueError):
     """Data is missing, has no text, or differs from what the run has been trained on."""
-
-    needs_traceback = False
 
 
 class EvaluationError(HPError, ValueError):
@@ -84,34 +86,24 @@ class RunFolderError(HPError, ValueError):
     """A run folder has another run, or no run where one was expected."""
 
 
-class RunLockedError(HPError, RuntimeError):
+class RunLockedError(_Explained, RuntimeError):
     """Another job is training the run, or has taken it over."""
 
-    needs_traceback = False
 
-
-class TrainingError(HPError, RuntimeError):
+class TrainingError(_Explained, RuntimeError):
     """Training cannot continue, for example because the loss is not finite."""
 
-    needs_traceback = False
 
-
-class SilentCorruptionError(HPError, RuntimeError):
+class SilentCorruptionError(_Explained, RuntimeError):
     """A repeated or replicated computation gave different bits; the message names the ranks."""
 
-    needs_traceback = False
 
-
-class HangError(HPError, RuntimeError):
+class HangError(_Explained, RuntimeError):
     """A collective timed out; the message names the ranks that did not take part."""
 
-    needs_traceback = False
 
-
-class MachineError(HPError, RuntimeError):
+class MachineError(_Explained, RuntimeError):
     """The machine failed or refused something during training: a disk, a quota, a limit, memory."""
-
-    needs_traceback = False
 
 
 class ScheduleError(HPError, ValueError):
@@ -138,10 +130,8 @@ class ExportError(HPError, ValueError):
     """A model cannot be written as a Hugging Face directory; the message has the reason and the directory."""
 
 
-class CheckpointError(HPError, ValueError):
+class CheckpointError(_Explained, ValueError):
     """A checkpoint is missing, damaged, or of another model; the message names the file and the tensor."""
-
-    needs_traceback = False
 
 
 class UnfitCheckpointError(CheckpointError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -17,7 +18,7 @@ from hp_trainer.cli.commands import Command, Overrides, SettingsCommand, run_arg
 from hp_trainer.cli.completion import run_folders
 from hp_trainer.cli.shared import newest, open_run, refuse, weights_option
 from hp_trainer.config import ParallelConfig, TrainerConfig
-from hp_trainer.evaluation import Perplexity, generate, measure_perplexity, measure_perplexity_on
+from hp_trainer.evaluation import Perplexity, generate, measure_perplexity
 from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.launch import check_evaluation, import_platform, is_first_process, world_size_of
 from hp_trainer.plugins import registries
@@ -151,19 +152,12 @@ def evaluate_on_rank(
     name = coordinator(group, "looking for a checkpoint", lambda: newest(run, config).folder, CheckpointError)
     checkpoint = Checkpoint(checkpoint_storage(run, config), name)
     averaged = weights == "ema"
-    if _has_other_data(overrides):
-        evaluation_only = any(name == "data.eval" for name, _ in overrides)
-        found = measure_perplexity_on(
-            run,
-            config,
-            platform,
-            checkpoint,
-            evaluation_only=evaluation_only,
-            averaged=averaged,
-            on_all_ranks=on_all_ranks,
-        )
-    else:
-        found = measure_perplexity(run, config, platform, checkpoint, averaged=averaged, on_all_ranks=on_all_ranks)
+    data: Literal["run", "evaluation", "all"] = "all" if _has_other_data(overrides) else "run"
+    if any(name == "data.eval" for name, _ in overrides):
+        data = "evaluation"
+    found = measure_perplexity(
+        run, config, platform, checkpoint, data=data, averaged=averaged, on_all_ranks=on_all_ranks
+    )
     return checkpoint.step, found.loss, found.tokens
 
 

@@ -190,12 +190,10 @@ class TrainingConfig:
                     got=str(tokens),
                 )
         yield from self._memory_problems()
-        if self.record_only and self.record_steps is None:
-            yield Problem(path="record_only", what="has no effect without training.record_steps", expected="false")
-        if self.record_operations and self.record_steps is None:
-            yield Problem(path="record_operations", what="has no effect without training.record_steps", expected="[]")
-        if self.record_elements is not None and self.record_steps is None:
-            yield Problem(path="record_elements", what="has no effect without training.record_steps", expected="null")
+        for name, default in (("record_only", "false"), ("record_operations", "[]"), ("record_elements", "null")):
+            if self.record_steps is None and getattr(self, name):
+                what = "has no effect without training.record_steps"
+                yield Problem(path=name, what=what, expected=default)
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is not None and batch % micro:
             yield Problem(

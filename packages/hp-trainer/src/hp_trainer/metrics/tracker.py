@@ -20,7 +20,7 @@ from hp_trainer._coordination import report
 from hp_trainer._files import mismatch, strict_json, write_atomically
 from hp_trainer.config import section
 from hp_trainer.exceptions import TrainingError, with_path
-from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord
+from hp_trainer.records import CheckpointRecord, EvaluationRecord, RunRecord, StepRecord, Straggler
 
 
 class Tracker:
@@ -274,14 +274,6 @@ _Number = Annotated[float, Field(strict=False)]
 _Count = Annotated[int, Field(ge=0)]
 
 
-class _Straggler(BaseModel, strict=True):
-    ranks: list[int]
-    node: int | None
-    since: int
-    factor: float
-    work: str
-
-
 class _Event(BaseModel, strict=True):
     """The fields of an event that reports and pictures read. Others may have any value."""
 
@@ -292,7 +284,7 @@ class _Event(BaseModel, strict=True):
     tokens: _Count = 0
     loss: _Number | None = None
     metrics: dict[str, _Number] = {}
-    stragglers: list[_Straggler] = []
+    stragglers: list[Straggler] = []
     rank_seconds: dict[str, list[float]] = {}
 
 
