@@ -81,6 +81,6 @@ def test_a_layout_that_cannot_evaluate_is_refused_before_a_rank_starts(lab, caps
 def test_data_that_cannot_be_evaluated_are_refused(lab, capsys):
     run = lab.run("run", training__steps=1, data__eval_fraction=0)
     assert cli.main(["evaluate", str(run.path)]) == 2
-    assert "there are no evaluation samples; give --data.path" in capsys.readouterr().err
+    assert "there are no evaluation samples; give some by --data.path" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run.path), "--data.path=none.txt"]) == 2
     assert "data.path: does not exist" in capsys.readouterr().err

@@ -39,6 +39,11 @@ class Alone:
         return [data]
 
 
+def all_gather_object(group: Group, value: Any) -> list[Any]:
+    """Return the JSON value of every rank, in rank order. A collective call."""
+    return [json.loads(data) for data in group.all_gather_bytes(json.dumps(value).encode())]
+
+
 def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> list[Any]:
     """Run `do` on every rank and return the results (JSON values) of all ranks, in rank order.
 
@@ -58,7 +63,7 @@ def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPErro
     except Exception as caught:
         failure = caught
         answer = {"error": describe_machine_error(caught) or f"{type(caught).__name__}: {caught}"}
-    answers = [json.loads(data) for data in group.all_gather_bytes(json.dumps(answer).encode())]
+    answers = all_gather_object(group, answer)
     errors = [f"rank {rank}: {one['error']}" for rank, one in enumerate(answers) if "error" in one]
     if errors:
         raise error(f"{what} failed; {'; '.join(errors)}") from failure

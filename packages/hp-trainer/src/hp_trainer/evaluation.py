@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -16,7 +15,7 @@ from hp_dtensor.comm.world import current_world
 from hp_dtensor.parallel.attention import use_sequence_sharding
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_trainer._coordination import Alone, Group, coordinator
+from hp_trainer._coordination import Alone, Group, all_gather_object, coordinator
 from hp_trainer._files import write_atomically
 from hp_trainer.checkpoint import Checkpoint, open_latest
 from hp_trainer.config import GenerateConfig, TrainerConfig
@@ -88,7 +87,7 @@ def measure_perplexity(
 
 @contextlib.contextmanager
 def _samples(run: RunFolder, config: TrainerConfig, group: Group, data: str) -> Iterator[Samples]:
-    """Yield the samples to measure. Tokens of other data than the run's are prepared in its cache, not in its folder."""
+    """Yield the samples to measure. Tokens of other data are prepared in the cache, not in the run's folder."""
     if data == "run":
         yield open_dataset(run, config).evaluation
         return
@@ -134,8 +133,7 @@ def _measure_on_all_ranks(
         total, targets = _loss_sum(platform, model, batches if sharder is None else map(sharder.shard, batches))
     # Ranks with the same tokens, such as tensor parallel ones, each count a fraction of their loss.
     own = total * mesh["loss"].size() / world.size
-    losses = [json.loads(data) for data in world.all.all_gather_bytes(json.dumps(own).encode())]
-    return Perplexity(sum(losses) / max(1, targets), targets)
+    return Perplexity(sum(all_gather_object(world.all, own)) / max(1, targets), targets)
 
 
 def _batch_size(config: TrainerConfig) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from hp_dtensor.platform.interface import Platform
+from hp_trainer._coordination import Alone, Group, all_gather_object
 from hp_trainer.config import ParameterGroupConfig, matches_any
 from hp_trainer.exceptions import Problem, TrainingError
 
@@ -94,7 +95,7 @@ def build_grouped(
     options: Any,
     groups: Sequence[ParameterGroupConfig],
     build: Callable[[Named, Any], Any],
-    all_gather_object: Callable[[Any], list[Any]] = lambda value: [value],
+    group: Group | None = None,
 ) -> Any:
     """Build one optimizer over all parameters, or one per group.
 
@@ -103,8 +104,7 @@ def build_grouped(
         options: options of the optimizer; a group's `weight_decay` replaces the one in them.
         groups: the first group that matches a parameter applies to it.
         build: builds an optimizer of some parameters with options.
-        all_gather_object: returns a JSON value of every rank of a pipeline, whose stages have different parameters;
-            default: this rank has all parameters.
+        group: the ranks of a pipeline, whose stages have different parameters; None: this rank has all.
 
     Raises:
         TrainingError: a group matches no parameter.
@@ -114,7 +114,7 @@ def build_grouped(
     chosen = {name: _group_of(name, x, groups) for name, x in named}
     own = sorted({n for n in chosen.values() if n is not None})
     # A group may match parameters of another pipeline stage only; that is no error. Every rank takes part in the call.
-    used = {n for stage in all_gather_object(own) for n in stage}
+    used = {n for stage in all_gather_object(group or Alone(), own) for n in stage}
     unused = [", ".join(groups[n].match) for n in range(len(groups)) if n not in used]
     if unused:
         names = ", ".join(name for name, _ in named[:5])
@@ -122,10 +122,10 @@ def build_grouped(
             f"parameter_groups: no parameter matches {' or '.join(unused)}; names look like {names}, ..."
         )
     built = [(build([pair for pair in named if chosen[pair[0]] is None], options), 1.0)]
-    for number, group in enumerate(groups):
-        decay = group.weight_decay
+    for number, each in enumerate(groups):
+        decay = each.weight_decay
         changed = options if decay is None else dataclasses.replace(options, weight_decay=decay)
-        built.append((build([pair for pair in named if chosen[pair[0]] == number], changed), group.lr_factor))
+        built.append((build([pair for pair in named if chosen[pair[0]] == number], changed), each.lr_factor))
     return GroupedOptimizer(built)
 
 

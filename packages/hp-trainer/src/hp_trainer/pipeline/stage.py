@@ -8,7 +8,6 @@ a weight on several stages equal by summing their gradients.
 from __future__ import annotations
 
 import functools
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.trees import tensors_in
 from hp_fsdp import FSDPModule, GatheredStep
+from hp_trainer._coordination import all_gather_object
 from hp_trainer.exceptions import PipelineError
 from hp_trainer.pipeline.transfers import MessageLayout, TensorMeta, as_distributed, layout_of
 
@@ -473,7 +473,7 @@ class TiedWeights:
     def _gather_ranks(self, mine: dict[str, list[Tensor]], group: ProcessGroup) -> dict[str, tuple[int, ...]]:
         """Return the global ranks that have each weight, of weights with more than one copy."""
         described = {name: [_describe(self._platform, copy) for copy in copies] for name, copies in mine.items()}
-        gathered = [json.loads(data) for data in group.all_gather_bytes(json.dumps(described).encode())]
+        gathered = all_gather_object(group, described)
         ranks: dict[str, list[int]] = {}
         forms: dict[str, list[str]] = {}
         for rank, theirs in zip(group.ranks, gathered, strict=True):

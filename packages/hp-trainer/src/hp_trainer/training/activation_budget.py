@@ -19,13 +19,14 @@ import numpy as np
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.platform.interface import Platform
 from hp_moe import has_fused_experts
+from hp_trainer._coordination import all_gather_object
 from hp_trainer.config import TrainerConfig
 from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, estimates_of
 from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, Kind, block_names
 from hp_trainer.parallel import ParallelDims, context_style
 from hp_trainer.pipeline import simulate
 from hp_trainer.sizes import format_size, parse_size
-from hp_trainer.training.pipelined_model import all_gather_object_over, num_microbatches, plan_stages
+from hp_trainer.training.pipelined_model import num_microbatches, plan_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -629,7 +630,7 @@ def measure_rates(platform: Platform, dtype: str, group: ProcessGroup, *, offloa
             found["sent"] = operations * _seconds(platform, lambda: _send(platform, group, x)) / _BYTES
         if offloads:
             found["host"] = operations * _seconds(platform, functools.partial(_round_trip, platform, x)) / _BYTES / 2
-    ranks = all_gather_object_over(group)(found)
+    ranks = all_gather_object(group, found)
     return replace(ESTIMATED, **{name: statistics.median(each[name] for each in ranks) for name in found})
 
 

@@ -112,9 +112,8 @@ class TrainingCheckpoints:
                 raise
             self._report(f"skipped a checkpoint: {unfit}")
             read = earlier
-        all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
         optimizer, average = (None, None) if reset else (setup.optimizer, setup.average)
-        load_state(setup.platform, setup.model, optimizer, read, all_gather_object, average)
+        load_state(setup.platform, setup.model, optimizer, read, setup.pipeline_group, average)
         if reset and setup.average is not None:
             setup.average.restart()
         self.load_values(read.state, reset=reset)
@@ -136,9 +135,8 @@ class TrainingCheckpoints:
             _counter(checkpoint, name)
         if state.get("guard"):
             LossGuard(setup.config.training.guard).load_state(state["guard"])
-        all_gather_object = None if setup.pipeline is None else setup.pipeline.all_gather_object
         optimizer, average = (None, None) if reset else (setup.optimizer, setup.average)
-        check_fit(setup.platform, setup.model, optimizer, checkpoint, all_gather_object, average)
+        check_fit(setup.platform, setup.model, optimizer, checkpoint, setup.pipeline_group, average)
 
     def _earlier(self, folder: str) -> Checkpoint | None:
         """Return the newest sound checkpoint before `folder` that fits, the same on all ranks."""

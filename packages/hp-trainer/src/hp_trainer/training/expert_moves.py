@@ -40,7 +40,7 @@ class ExpertMoves:
         self._names = {id(p): name for name, p in setup.platform.named_parameters(setup.model)}
         self._loads: dict[str, list[int]] = {}
         if self._interval is not None:
-            raise_on_all_ranks(_state_problems(setup), setup.all_gather_object)
+            raise_on_all_ranks(_state_problems(setup), setup.pipeline_group)
 
     def after_step(self, step: int, loads: Mapping[str, LoadMetrics]) -> None:
         """Add the expert loads of a step, and at the interval move experts by the loads since the last move."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.attention import ContextParallel, use_sequence_sharding
 from hp_dtensor.platform.interface import Platform
+from hp_trainer._coordination import all_gather_object
 from hp_trainer.config import ParallelConfig, TrainerConfig
 from hp_trainer.data import Batch
 from hp_trainer.exceptions import PipelineError
@@ -176,11 +175,6 @@ class ModelStage(PipelineStage):
             return self.submod(*args, targets, kwargs["positions"], self._parts, kwargs["rows"])
 
 
-def all_gather_object_over(group: ProcessGroup) -> Callable[[Any], list[Any]]:
-    """Return a function that gathers one JSON value from each rank of a group, in order."""
-    return lambda fact: [json.loads(data) for data in group.all_gather_bytes(json.dumps(fact).encode())]
-
-
 class PipelinedModel:
     """The stages of this rank as a pipeline, with the collectives over all its ranks.
 
@@ -274,17 +268,13 @@ class PipelinedModel:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return self.platform.from_numpy(np.ascontiguousarray(array))
 
-    def all_gather_object(self, fact: Any) -> list[Any]:
-        """Gather one JSON value from each rank of the pipeline, in order. A collective call."""
-        return all_gather_object_over(self.group)(fact)
-
     def after_optimizer_step(self) -> Mapping[str, float]:
         """Run the model's own updates after a step, and return its metrics over all stages."""
-        metrics: Mapping[str, float] = self.model.after_optimizer_step(self.all_gather_object)
+        metrics: Mapping[str, float] = self.model.after_optimizer_step(functools.partial(all_gather_object, self.group))
         return metrics
 
     def num_parameters(self) -> int:
         """Return the number of elements of the parameters of all stages, counting tied weights once."""
         # Global shapes, so the ranks of one stage agree, and the sum is over stages only.
         parameters = [p for _, p in self.platform.named_parameters(self.model) if not self.tied.is_copy(p)]
-        return sum(self.all_gather_object(sum(math.prod(p.shape) for p in parameters)))
+        return sum(all_gather_object(self.group, sum(math.prod(p.shape) for p in parameters)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_dtensor.tensor.init import init_empty_weights, init_parameters, materialize
 from hp_fsdp import GradScaler
-from hp_trainer._coordination import Group, all_ranks, report
+from hp_trainer._coordination import Alone, Group, all_gather_object, all_ranks, report
 from hp_trainer._files import strict_json
 from hp_trainer.checkpoint import Checkpoint
 from hp_trainer.config import TrainerConfig, matches_any
@@ -47,7 +47,6 @@ from hp_trainer.training.pipelined_model import (
     PipelinedModel,
     SequenceSharder,
     StagePlan,
-    all_gather_object_over,
     plan_stages,
 )
 from hp_trainer.training.state import box_of, load_weights, num_parameters
@@ -102,7 +101,7 @@ class RankSetup:
         # Depends on the configuration only, so that all ranks have the same plan without communication.
         plan = plan_stages(config, dims) if dims.pp_enabled else None
         model = build_model(config, platform, dims, mesh, plan, weights=weights)
-        all_gather_object, pipeline, stage_mesh = _all_gather_object(plan, mesh), None, None
+        pipeline, stage_mesh = None, None
         if plan is not None:
             # The ranks with the same stages as this one, as one axis.
             axes = [name for name, size in dims.dense_sizes().items() if name != "pp" and size > 1]
@@ -116,7 +115,7 @@ class RankSetup:
             mesh=mesh,
             dataset=dataset,
             model=model,
-            optimizer=build_optimizer(config, platform, model, all_gather_object),
+            optimizer=build_optimizer(config, platform, model, _pipeline_group(plan, mesh)),
             scaler=build_scaler(config, platform),
             average=build_average(config, platform, model),
             pipeline=pipeline,
@@ -130,9 +129,10 @@ class RankSetup:
             return self.pipeline.num_parameters()
         return num_parameters(self.platform, self.model)
 
-    def all_gather_object(self, fact: Any) -> list[Any]:
-        """Gather one JSON value from each rank of this pipeline, in order. Without a pipeline, return only `fact`."""
-        return [fact] if self.pipeline is None else all_gather_object_over(self.pipeline.group)(fact)
+    @property
+    def pipeline_group(self) -> Group:
+        """The ranks of this pipeline; without one, this rank alone."""
+        return Alone() if self.pipeline is None else self.pipeline.group
 
     def ranks_by_stage(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks with the same stages of a pipeline, and so with equal work; without one, all ranks."""
@@ -214,13 +214,13 @@ def build_model(
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
     # The full parameters never exist: they are created without data, sharded, and only then allocated.
     with without_data(config, platform):
-        model = build_plain_model(config, platform, *parts, all_gather_object=_all_gather_object(plan, mesh))
+        model = build_plain_model(config, platform, *parts, group=_pipeline_group(plan, mesh))
     reshard = config.parallel.reshard_after_forward
     # None is the default of fully_shard: all modules except the root are resharded after forward.
     model.parallelize(dims, mesh, config.training, reshard_after_forward=False if reshard is False else None)
     if dims.dp_replicate > 1:
         problems = _replica_problems(config, platform, model, mesh)
-        raise_on_all_ranks(problems, _all_gather_object(plan, mesh))
+        raise_on_all_ranks(problems, _pipeline_group(plan, mesh))
     if config.training.activation_budget is not None:
         model.recompute = _within_budget(config, platform, dims, mesh)
     # After `parallelize`, so that only the shards are allocated.
@@ -278,16 +278,13 @@ def _within_budget(
     return plan.of_layers()
 
 
-def _all_gather_object(plan: StagePlan | None, mesh: DeviceMesh) -> Callable[[Any], list[Any]]:
-    """Return a function that gathers one JSON value from each rank of this pipeline.
-
-    Without a pipeline it returns only this rank's value.
-    """
-    return (lambda fact: [fact]) if plan is None else all_gather_object_over(mesh["pp"].group_along())
+def _pipeline_group(plan: StagePlan | None, mesh: DeviceMesh) -> Group:
+    """Return the ranks of this pipeline; without one, this rank alone."""
+    return Alone() if plan is None else mesh["pp"].group_along()
 
 
-def raise_on_all_ranks(problems: Iterable[Problem], all_gather_object: Callable[[Any], list[Any]]) -> None:
-    """Raise the problems of any rank of a pipeline on all of its ranks.
+def raise_on_all_ranks(problems: Iterable[Problem], group: Group) -> None:
+    """Raise the problems of any rank of a group, that of a pipeline, on all of its ranks.
 
     A problem of one stage is unknown to the others, which would otherwise wait for its rank.
 
@@ -295,21 +292,16 @@ def raise_on_all_ranks(problems: Iterable[Problem], all_gather_object: Callable[
         ParallelDimsError: listing the problems of all ranks, each once.
     """
     # Also called without problems: every rank of the pipeline takes part in the collective.
-    gathered = all_gather_object([dataclasses.asdict(problem) for problem in problems])
+    gathered = all_gather_object(group, [dataclasses.asdict(problem) for problem in problems])
     found = [Problem(**values) for of_rank in gathered for values in of_rank]
     raise_if_any(dict.fromkeys(found), ParallelDimsError, "parallel")
 
 
-def build_optimizer(
-    config: TrainerConfig,
-    platform: Platform,
-    model: Any,
-    all_gather_object: Callable[[Any], list[Any]] = lambda fact: [fact],
-) -> Optimizer:
+def build_optimizer(config: TrainerConfig, platform: Platform, model: Any, group: Group | None = None) -> Optimizer:
     """Build the optimizer of the model's trainable parameters.
 
     Args:
-        all_gather_object: as in `hp_trainer.optimizers.build_grouped`.
+        group: as in `hp_trainer.optimizers.build_grouped`.
     """
     entry = registries().optimizers.get(config.optimizer.name, platform.name)
 
@@ -319,7 +311,7 @@ def build_optimizer(
         return entry.build(parameters, options, platform)
 
     optimizer: Optimizer = build_grouped(
-        _trained(platform, model), config.optimizer.options, config.parameter_groups, build, all_gather_object
+        _trained(platform, model), config.optimizer.options, config.parameter_groups, build, group
     )
     return optimizer
 
@@ -365,7 +357,7 @@ def build_plain_model(
     config: TrainerConfig,
     platform: Platform,
     *parts: Any,
-    all_gather_object: Callable[[Any], list[Any]] = lambda fact: [fact],
+    group: Group | None = None,
 ) -> Any:
     """Return the model of a configuration with plain, unsharded parameters.
 
@@ -374,14 +366,13 @@ def build_plain_model(
 
     Args:
         parts: passed to the model's builder: the layers of the stages to build.
-        all_gather_object: gathers a JSON value from each rank of a pipeline, whose stages together have all parameters.
-            The default is for a model whose parameters are all on this rank.
+        group: the ranks of a pipeline, whose stages together have all parameters; None: this rank has all.
     """
     # The same seed on all ranks, so that replicated parameters that a module draws are equal.
     platform.manual_seed(config.training.seed)
     with nn.building(platform):
         model = registries().models.get(config.model.name, platform.name).build(config.model.options, platform, *parts)
-    _freeze(model, config, platform, all_gather_object)
+    _freeze(model, config, platform, group or Alone())
     parallel = config.parallel
     if not hasattr(model, "parallelize"):
         with nn.building(platform):
@@ -393,9 +384,7 @@ def build_plain_model(
     return model
 
 
-def _freeze(
-    model: Any, config: TrainerConfig, platform: Platform, all_gather_object: Callable[[Any], list[Any]]
-) -> None:
+def _freeze(model: Any, config: TrainerConfig, platform: Platform, group: Group) -> None:
     """Freeze the parameters of `training.freeze`, and with LoRA all parameters except the adapters."""
     is_trainable = getattr(config.model.options, "is_trained", lambda name: True)
     named = dict(platform.named_parameters(model))
@@ -403,8 +392,8 @@ def _freeze(
         if not is_trainable(name) or matches_any(name, config.training.freeze):
             platform.set_requires_grad(parameter, False)
     # A pipeline stage has only some of the parameters, and a pattern may match those of another stage.
-    gathered = all_gather_object({name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()})
-    is_trained = {name: trained for of_rank in gathered for name, trained in of_rank.items()}
+    own = {name: bool(platform.requires_grad(parameter)) for name, parameter in named.items()}
+    is_trained = {name: trained for of_rank in all_gather_object(group, own) for name, trained in of_rank.items()}
     raise_if_any(_freeze_problems(is_trained, config.training.freeze), ConfigError, "training.freeze")
 
 

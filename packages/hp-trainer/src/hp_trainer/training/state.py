@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh
@@ -12,6 +12,7 @@ from hp_dtensor.parallel.distribute_module import check_state
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of
 from hp_dtensor.tensor.dtensor import DTensor
+from hp_trainer._coordination import Group, all_gather_object
 from hp_trainer.checkpoint import Box, Checkpoint, TensorPart
 from hp_trainer.checkpoint.shard_file import is_finite
 from hp_trainer.exceptions import CheckpointError, UnfitCheckpointError
@@ -79,15 +80,14 @@ def load_state(
     model: Module,
     optimizer: Optimizer | None,
     checkpoint: Checkpoint,
-    all_gather_object: Callable[[Any], list[Any]] | None = None,
+    group: Group | None = None,
     average: WeightAverage | None = None,
 ) -> None:
     """Fill this rank's shards from a checkpoint of any layout. Without an optimizer, load only the model.
 
     Args:
         average: moving average to fill; if the checkpoint has none, it starts with the weights.
-        all_gather_object: gathers a JSON value from each rank of a pipeline, whose stages together have all tensors;
-            None: this rank has shards of all tensors.
+        group: the ranks of a pipeline, whose stages together have all tensors; None: this rank has shards of all.
 
     Raises:
         UnfitCheckpointError: see `check_fit`.
@@ -96,7 +96,7 @@ def load_state(
     """
     check_state(platform, model)
     # By the index, before the first tensor is written: a model with some tensors of a checkpoint could not be used.
-    check_fit(platform, model, optimizer, checkpoint, all_gather_object, average)
+    check_fit(platform, model, optimizer, checkpoint, group, average)
     is_averaged = _is_averaged(checkpoint)
     with platform.no_grad():
         for name, tensor in named_state(platform, model, optimizer, average if is_averaged else None):
@@ -114,7 +114,7 @@ def check_fit(
     model: Module,
     optimizer: Optimizer | None,
     checkpoint: Checkpoint,
-    all_gather_object: Callable[[Any], list[Any]] | None = None,
+    group: Group | None = None,
     average: WeightAverage | None = None,
 ) -> None:
     """Check that `load_state` can load a checkpoint, by its index; arguments as in `load_state`.
@@ -127,8 +127,8 @@ def check_fit(
     unread = [kind for kind, reads in (("optimizer.", optimizer), ("ema.", average)) if reads is None]
     # What is not read counts as expected, so that the check finds only real surplus.
     expected |= {name: [kind.dtype, kind.shape] for name, kind in saved.items() if name.startswith(tuple(unread))}
-    if all_gather_object is not None:
-        expected = {name: kind for of_rank in all_gather_object(expected) for name, kind in of_rank.items()}
+    if group is not None:
+        expected = {name: kind for of_rank in all_gather_object(group, expected) for name, kind in of_rank.items()}
     try:
         checkpoint.check_tensors({name: shape for name, (_, shape) in expected.items()})
     except UnfitCheckpointError as error:
