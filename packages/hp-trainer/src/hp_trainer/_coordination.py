@@ -90,11 +90,7 @@ def report(line: str) -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A stop signal arrived: SIGINT (Ctrl-C) or SIGTERM.
-
-    Attributes:
-        signal: the signal.
-    """
+    """A stop signal arrived: SIGINT (Ctrl-C) or SIGTERM."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)

@@ -60,9 +60,6 @@ def measure_perplexity(
     """Measure the loss of a checkpoint's model.
 
     Args:
-        run: the run of the checkpoint.
-        config: its configuration.
-        platform: the platform to run the model on.
         checkpoint: a checkpoint of the run, from any layout and any platform.
         data: the samples: the evaluation samples of the run, or those of `config.data`, or all samples of that.
         averaged: use the moving average of the weights.
@@ -166,7 +163,6 @@ class Sampler:
     """Samples tokens from a model's logits.
 
     Args:
-        config: sampling settings.
         window: most tokens of a text that the model is given.
         end: token that ends a text and is not part of it; None: texts end at `max_new_tokens`.
         vocab_size: size of the vocabulary; further logits are never sampled. None: the number of logits.
@@ -230,8 +226,6 @@ def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], 
     """Continue prompts with the model of a checkpoint. The same seed gives the same texts.
 
     Args:
-        config: the configuration of the run; `config.generate` has the sampling settings.
-        platform: the platform to run the full model on, on one rank.
         checkpoint: a checkpoint of the run, from any layout and any platform.
 
     Returns:

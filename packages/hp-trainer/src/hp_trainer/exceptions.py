@@ -50,11 +50,7 @@ class _Explained(HPError):
 
 
 class ProblemsError(_Explained, ValueError):
-    """The input has problems; the message lists all of them.
-
-    Attributes:
-        problems: every problem found.
-    """
+    """The input has problems; the message lists all of them."""
 
     def __init__(self, problems: Sequence[Problem], title: str) -> None:
         self.problems = tuple(problems)
@@ -115,11 +111,7 @@ class PipelineError(HPError, RuntimeError):
 
 
 class StoppedError(HPError, RuntimeError):
-    """The run was stopped by a signal.
-
-    Attributes:
-        signal: number of the signal.
-    """
+    """The run was stopped by a signal."""
 
     def __init__(self, message: str, signal: int) -> None:
         super().__init__(message)

@@ -40,11 +40,6 @@ class RunHistory:
     """The events of a run, and its configuration as plain dicts.
 
     The configuration is not converted to the schema, so that a report needs neither plugins nor a framework.
-
-    Attributes:
-        path: the run folder.
-        events: the events of `metrics.jsonl`, in order.
-        config: the resolved configuration.
     """
 
     path: Path
@@ -258,7 +253,6 @@ def describe_layout(config: dict[str, Any], world_size: int, lost_replicas: int)
 
     Args:
         config: the resolved configuration as plain dicts.
-        world_size: number of ranks of the job.
         lost_replicas: replicas of the configuration whose ranks the job has lost.
     """
     parallel, model = dict(config.get("parallel", {})), config.get("model", {})
@@ -275,7 +269,6 @@ def report_run(run: Path, to: Path | None = None) -> Path:
     """Write the report of a run, finished or not, and return its file.
 
     Args:
-        run: the run folder.
         to: the HTML file; None: `report.html` in the run folder.
     """
     history = RunHistory.read(run)

@@ -34,13 +34,7 @@ from hp_trainer.registries import is_python_name
 
 
 class VerifiedShards:
-    """The shard files of a checkpoint, memory-mapped.
-
-    Args:
-        storage: storage that contains the checkpoint.
-        folder: name of the checkpoint's folder.
-        index: its index, with the sizes of the files and the checksums of their blocks.
-    """
+    """The shard files of a checkpoint, memory-mapped."""
 
     def __init__(self, storage: Storage, folder: str, index: Index) -> None:
         self.storage, self.folder, self.index = storage, folder, index

@@ -101,12 +101,7 @@ TEMPLATES: dict[str, ChatTemplate] = {
 
 
 class JinjaTemplate(ChatTemplate):
-    """A template written in Jinja.
-
-    Args:
-        source: source of the template.
-        special_tokens: special tokens that the template may use, by name such as `bos_token`.
-    """
+    """A template written in Jinja."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._special_tokens = dict(special_tokens)

@@ -35,12 +35,7 @@ _SECONDS = 10.0
 
 
 class PreparingProgress:
-    """Progress of reading files: a line on standard error every 10 seconds.
-
-    Args:
-        title: what is done with which source.
-        total: size of its files in bytes.
-    """
+    """Progress of reading files: a line on standard error every 10 seconds."""
 
     def __init__(self, title: str, total: int) -> None:
         self._title, self._total = title, max(1, total)
@@ -172,9 +167,6 @@ class CorpusFile:
     """Description of a file of a corpus.
 
     Attributes:
-        name: file name in the corpus folder.
-        bytes: size in bytes.
-        sha256: SHA-256 of the file.
         blocks: SHA-256 of each block of `BLOCK_BYTES`.
     """
 
@@ -381,7 +373,6 @@ def verify_corpus(folder: Path, part: float = 1.0) -> None:
     """Compare the files of a corpus with the digests in its description.
 
     Args:
-        folder: folder of the corpus.
         part: fraction of the blocks to read, selected at random each time.
     """
     info = read_corpus_info(folder)
@@ -461,9 +452,7 @@ def prepared(cache: Path, facts: Mapping[str, Any], build: Callable[[Path], Corp
     """Return the folder of the corpus with the given `facts`, and build it if it is not in the cache.
 
     Args:
-        cache: folder of prepared corpora.
         facts: everything that determines the tokens of the corpus, as JSON values. Their digest names the folder.
-        build: function that writes the corpus into a folder.
     """
     # Keys are sorted, so that equal facts have one digest.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -82,14 +82,7 @@ def advise_fields(names: Sequence[str], otherwise: str) -> str:
 
 
 class Reader(ABC):
-    """Interface of a reader of files of one format.
-
-    Args:
-        files: files in the order in which they are read.
-
-    Attributes:
-        total_bytes: size of all files in bytes.
-    """
+    """Interface of a reader of files of one format."""
 
     def __init__(self, files: list[Path]) -> None:
         self.files = files
@@ -442,7 +435,6 @@ def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
     """Return the Arrow files of a folder written by `datasets.save_to_disk`, in order, or None for other folders.
 
     Args:
-        folder: the folder.
         split: split of a saved `DatasetDict`. None is `train`.
     """
     if (folder / "dataset_dict.json").is_file():

@@ -37,11 +37,7 @@ class TensorBoardConfig:
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars, and the configuration as text. A resumed run hides the steps that it repeats.
-
-    Args:
-        folder: folder of the event files.
-    """
+    """Writes scalars, and the configuration as text. A resumed run hides the steps that it repeats."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -30,7 +30,6 @@ class PlainModel(nn.Module):
         module: takes ids `[batch, length]` and returns logits `[batch, length, vocabulary]`, alone, first in a tuple,
             or as `logits` of an output. It keeps the initial values it was built with, unless it has an
             `initializer(name, shape)`.
-        config: its options.
         tp_plan: patterns of module names -> `colwise` or `rowwise`, as in torch's `parallelize_module`. Layers in
             between get plain tensors: this rank's heads or columns.
         fsdp_units: patterns of names of modules that form an FSDP group each; none: the outermost numbered modules.

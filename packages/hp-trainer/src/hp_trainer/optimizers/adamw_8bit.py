@@ -139,9 +139,6 @@ class BlockwiseCodes:
     A block is a span of the last dimension. Blocks start again in each row, and the last one of a row may be shorter.
 
     Args:
-        platform: the platform of the tensors.
-        block_size: elements of a block.
-        find_codes: the platform's search for codes.
         signed: whether numbers may be negative.
     """
 

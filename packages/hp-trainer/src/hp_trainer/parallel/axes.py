@@ -87,11 +87,9 @@ def build_mesh(
     """Build a dense mesh over all ranks of `world`, with aliases for the same ranks as `mesh[name]`.
 
     Args:
-        device_type: `cpu`, `cuda`, `npu`.
         world: its size is the product of the dense sizes.
         dense: size of every axis of the dense mesh, outermost first. Axes of size 1 are left out of the mesh, but
             `mesh[name]` returns a mesh of one rank for them. If all are 1, `dp_shard` remains.
-        aliases: names of several dense axes together.
         sparse: sizes of the experts' view of the same ranks, outermost first, including `efsdp`, `ep` and `etp`; None:
             these three are names in `dense` or `aliases`.
     """

@@ -47,12 +47,7 @@ def context_style(dims: Any, config: Any, training: TrainingConfig | None = None
 def context_cost(
     dims: Any, config: Any, training: TrainingConfig, *, window: int | None = None, batch: int = 1
 ) -> ContextCost:
-    """Return bytes, time and memory of one layer's attention by the method that `context_style` chooses.
-
-    Args:
-        window: attention window of the layer.
-        batch: samples of a micro-batch.
-    """
+    """Return bytes, time and memory of one layer's attention by the method that `context_style` chooses."""
     method, degree = _method(dims, config, training)
     shape = dataclasses.replace(_shape(dims, config, training), window=window, batch=batch)
     return _compare(shape, dims.cp, None if degree == dims.cp else method, degree).best

@@ -46,10 +46,8 @@ def split_inputs(
     """Split the tensors of a tree into micro-batches; other values are passed to every micro-batch.
 
     Args:
-        tree: nested tuples, lists and mappings of tensors and other values.
         specs: a tree of the same structure with a `TensorChunkSpec` for each tensor, or None for a tensor that every
             micro-batch gets unsplit. If `specs` itself is None, every tensor is split along dimension 0.
-        what: name of a value in error messages.
 
     Returns:
         One tree for each micro-batch.

@@ -120,11 +120,7 @@ def build_schedule(name: str, *, num_ranks: int, num_microbatches: int, stages_p
 
 
 def microbatch_limit(name: str, num_ranks: int, stages_per_rank: int | None = None) -> int:
-    """Return the largest number of micro-batches that `build_schedule` accepts.
-
-    Args:
-        stages_per_rank: None for the default of `build_schedule`.
-    """
+    """Return the largest number of micro-batches that `build_schedule` accepts."""
     return MAX_FORWARDS // (num_ranks * stages_per_rank_of(name, stages_per_rank))
 
 

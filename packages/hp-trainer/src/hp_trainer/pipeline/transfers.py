@@ -37,7 +37,6 @@ class TensorMeta:
 
     Attributes:
         shape: shape of the data that is sent; of a DTensor, its local shard.
-        dtype: name of the dtype.
         requires_grad: whether a gradient is sent back.
         axes: mesh axes of a DTensor as (name, sizes, strides); empty for a plain tensor.
         shards: for each mesh axis of a DTensor the sharded dimension, or None if replicated.
@@ -90,11 +89,7 @@ def _tuple(value: Any) -> Any:
 
 
 def layout_of(platform: Platform, tree: Any, who: str) -> tuple[MessageLayout, list[Tensor]]:
-    """Return the layout of a stage's output, and its tensors.
-
-    Args:
-        who: name of the stage in error messages.
-    """
+    """Return the layout of a stage's output, and its tensors."""
     tensors: list[Tensor] = []
     structure = _structure(platform, tree, tensors, who)
     return MessageLayout(tuple(_meta(platform, each, who) for each in tensors), structure), tensors
@@ -219,10 +214,8 @@ class Transfers:
     layouts of the first one.
 
     Args:
-        schedule: the schedule that is executed.
         rank: this rank's index in the pipeline.
         ranks: the global rank of each index.
-        world: creates the process groups.
         mesh: mesh of the pipeline, for received DTensors; None if there are none.
         fixed_shapes: all steps with a backward have the shapes of the first, which are sent only once.
         receives_ahead: number of receives posted for each peer before they are needed, so that a sender finds a buffer

@@ -233,13 +233,8 @@ def import_checkpoint(
     The full checkpoint is in memory during the conversion.
 
     Args:
-        found: the checkpoint.
-        where: its folder, for messages.
-        config: the configuration of the run.
-        storage: the storage of the run's checkpoints.
         like: a checkpoint of the run, to which names, dtypes and shapes of the weights must be equal; None: there is
             none yet.
-        may_write: see `save_checkpoint`.
 
     Raises:
         CheckpointError: a tensor is missing, unexpected or of another shape or dtype; nothing has been written.

@@ -235,10 +235,8 @@ def plan_recompute(
     ones are recomputed, whose activations live longest. For few blocks the cost is within a tenth of the optimum.
 
     Args:
-        budget: bytes.
         kinds: kinds of operations whose results the platform can save.
         offloads: blocks may have their saved tensors on the host.
-        rates: measured or estimated rates.
 
     Examples:
         >>> x = SavedActivation(name="x", kind="input", saved=1, result=1)
@@ -442,12 +440,7 @@ def describe_blocks(names: Sequence[str], chosen: Sequence[BlockRecompute]) -> s
 
 @dataclass(frozen=True)
 class StageDemand:
-    """Activations on one rank of a pipeline.
-
-    Attributes:
-        layers: indices of its blocks in the full model.
-        demand: the activations that it holds.
-    """
+    """Activations on one rank of a pipeline."""
 
     layers: tuple[int, ...]
     demand: Demand
@@ -455,13 +448,7 @@ class StageDemand:
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The choice for a full model: one plan for each rank of the pipeline.
-
-    Attributes:
-        budget: bytes on each rank.
-        stages: activations of each rank of the pipeline.
-        plans: the plan of each rank of the pipeline.
-    """
+    """The choice for a full model: one plan for each rank of the pipeline."""
 
     budget: int
     stages: tuple[StageDemand, ...]
@@ -515,11 +502,7 @@ def _offload_line(plan: RecomputePlan) -> str:
 
 
 def micro_batch_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts: bool = True) -> MicroBatchShape:
-    """Return the sizes of one micro-batch of a run on one rank.
-
-    Args:
-        fused_experts: as in `MicroBatchShape`.
-    """
+    """Return the sizes of one micro-batch of a run on one rank."""
     training = config.training
     method = "ulysses"
     if dims.cp_enabled:
@@ -581,10 +564,6 @@ def plan_activations(
 
     The result is the same on every rank with the same rates: otherwise it depends only on the settings. The model's
     options must have estimates.
-
-    Args:
-        kinds: kinds of operations whose results the platform can save.
-        rates: measured or estimated rates.
     """
     assert config.training.activation_budget is not None
     budget = parse_size(config.training.activation_budget)
@@ -619,7 +598,6 @@ def measure_rates(platform: Platform, dtype: str, group: ProcessGroup, *, offloa
     A collective: every rank of the group calls it, and gets the medians over all ranks.
 
     Args:
-        dtype: dtype of computation.
         offloads: measure copies to the host too, which the platform must support; otherwise they are estimated.
     """
     with platform.no_grad():

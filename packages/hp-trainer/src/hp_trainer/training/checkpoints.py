@@ -33,11 +33,7 @@ class TrainingCheckpoints:
     """Saves and loads everything that training changes, independent of layout, number of ranks and platform.
 
     Args:
-        may_write: see `PendingSave`.
         copies: texts of the run's small files by name, of which each checkpoint has a copy; see `RunFolder.restore`.
-
-    Attributes:
-        guard: the loss guard, whose state is part of a checkpoint.
     """
 
     def __init__(

@@ -28,9 +28,6 @@ class ExpertMoves:
     Weights, optimizer states and moving averages are sent with their experts, so that losses do not change. Checkpoints
     have the experts in their original order: any layout reads them, and a resumed run starts with the original
     placement.
-
-    Args:
-        setup: the setup of this rank, with the original placement.
     """
 
     def __init__(self, setup: RankSetup) -> None:
@@ -83,11 +80,7 @@ class ExpertMoves:
 
 
 class _MovedStates:
-    """A function that returns the tensors that are moved with a weight: its optimizer states and its moving average.
-
-    Args:
-        names: names of the parameters by `id`.
-    """
+    """A function that returns the tensors that are moved with a weight: its optimizer states and its moving average."""
 
     def __init__(self, names: Mapping[int, str], optimizer: Optimizer, average: WeightAverage | None) -> None:
         self._names, self._optimizer, self._average = names, optimizer, average

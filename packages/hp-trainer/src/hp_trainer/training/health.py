@@ -42,7 +42,6 @@ class Verdict:
     """The decision about a step, before it updates anything.
 
     Attributes:
-        action: the action.
         reason: a clause with the loss or norm; empty if the step continues.
     """
 
@@ -66,9 +65,6 @@ def nonfinite_scores(error: Exception, step: int) -> TrainingError | None:
 
 class LossGuard:
     """Judges the loss and the gradient norm of each step.
-
-    Args:
-        config: the rules.
 
     Attributes:
         interventions: number of steps in a row that were skipped or rolled back.

@@ -51,7 +51,6 @@ class WeightAverage:
     Args:
         parameters: pairs of a name and a parameter, DTensors or plain; the average starts with their values.
         decay: at least 0 and below 1.
-        platform: the platform of the tensors.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], decay: float, platform: Platform) -> None:

@@ -39,11 +39,6 @@ class SequenceSharder:
     Ids, targets and positions are sharded alike, so that each token keeps its target, which is already shifted, and its
     position in its document. The numbers of tokens and targets remain those of the global batch. Packed documents are
     sharded so that attention is equal work on all ranks; the batch carries its sharding.
-
-    Args:
-        style: the context parallel style of the model's attention.
-        ranks: number of cp ranks.
-        rank: index of this rank among them.
     """
 
     def __init__(self, style: ContextParallel, ranks: int, rank: int) -> None:
@@ -64,12 +59,7 @@ class SequenceSharder:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The stages of a model, and the schedule in which the ranks of the pipeline run them.
-
-    Attributes:
-        schedule: the schedule of one step.
-        stages: the layers of each stage, with embedding and head.
-    """
+    """The stages of a model, and the schedule in which the ranks of the pipeline run them."""
 
     schedule: Schedule
     stages: tuple[ModelPart, ...]
@@ -180,15 +170,8 @@ class PipelinedModel:
 
     Args:
         model: the stages of this rank, parallelized over the other mesh axes.
-        plan: the stages and their schedule.
         mesh: the mesh of the job; `mesh["pp"]` are the ranks of this pipeline.
-        parallel: settings for when weights are gathered and gradients reduced.
         sharder: shards micro-batches over the cp ranks; None: no context parallelism.
-
-    Attributes:
-        group: the process group of the pipeline.
-        tied: weights of which several stages have copies.
-        stages: the stages of this rank.
     """
 
     def __init__(

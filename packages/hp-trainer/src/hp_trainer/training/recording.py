@@ -25,9 +25,6 @@ from hp_trainer.training.setup import RankSetup
 class StepRecorder:
     """Records the steps of a run on this rank. Rank 0 writes them, and compares them with those of another run.
 
-    Args:
-        step: number of steps done so far.
-
     Raises:
         TrainingError: on every rank if `training.record_operations` names no module whose operations can be recorded,
             or `training.compare_with` cannot be read.

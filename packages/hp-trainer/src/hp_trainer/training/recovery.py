@@ -88,7 +88,6 @@ class Snapshot:
         """Copy the state of this rank to host memory.
 
         Args:
-            values: JSON values to restore with it.
             memory: returns uint8 memory of this many bytes for `data`.
         """
         platform, tensors, offset = setup.platform, [], 0

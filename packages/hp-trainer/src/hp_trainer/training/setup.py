@@ -298,11 +298,7 @@ def raise_on_all_ranks(problems: Iterable[Problem], group: Group) -> None:
 
 
 def build_optimizer(config: TrainerConfig, platform: Platform, model: Any, group: Group | None = None) -> Optimizer:
-    """Build the optimizer of the model's trainable parameters.
-
-    Args:
-        group: as in `hp_trainer.optimizers.build_grouped`.
-    """
+    """Build the optimizer of the model's trainable parameters."""
     entry = registries().optimizers.get(config.optimizer.name, platform.name)
 
     def build(parameters: Any, options: Any) -> Any:
@@ -444,7 +440,6 @@ def full_model(
     """Yield the full model of a checkpoint on one rank, for inference without gradients.
 
     Args:
-        checkpoint: a checkpoint of any layout and any platform.
         averaged: use the moving average of the weights.
     """
     check_model(checkpoint, config)

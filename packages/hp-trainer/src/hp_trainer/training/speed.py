@@ -59,11 +59,7 @@ class ModelSpeed:
 
 
 class StepProfile:
-    """Profiles the steps from `profile.first` to `profile.last` on every rank. Leaving the block ends the profile.
-
-    Args:
-        folder: `profile/` of the run folder.
-    """
+    """Profiles the steps from `profile.first` to `profile.last` on every rank. Leaving the block ends the profile."""
 
     def __init__(self, config: ProfileConfig, folder: Path, platform: Platform, rank: int) -> None:
         self._config, self._folder, self._platform, self._rank = config, folder, platform, rank

@@ -55,11 +55,7 @@ class StallWatch:
     of all reports.
 
     Args:
-        folder: folder of the reports, shared by the ranks.
-        world: the world of the job.
-        timeout_seconds: timeout of collectives.
         module_names: returns the names of the model's modules by `id`; called only for a report.
-        report: called with the messages for the user.
     """
 
     def __init__(
@@ -168,11 +164,7 @@ class StallWatch:
 
 @contextlib.contextmanager
 def watched_set_up(folder: Path, world: World, timeout_seconds: float) -> Iterator[None]:
-    """Watch a rank while its model, optimizer and data are set up inside the block.
-
-    Args:
-        folder, world, timeout_seconds: as in `StallWatch`.
-    """
+    """Watch a rank while its model, optimizer and data are set up inside the block."""
     with contextlib.ExitStack() as stack:
         watch = StallWatch(folder, world, timeout_seconds)
         if world.size > 1:
@@ -265,9 +257,6 @@ def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
 
     Ranks without a report are stopped, dead or unreachable. If there are none, the others wait for the rank that is
     behind by the most collectives.
-
-    Args:
-        size: number of ranks of the job.
     """
     silent = [rank for rank in range(size) if rank not in reports]
     if not reports:
@@ -354,10 +343,6 @@ def module_of_frames(frames: Sequence[FrameType], names: Mapping[int, str]) -> s
 
     A collective of `hp_fsdp`, also in backward, counts as inside the module whose parameters it gathers or whose
     gradients it reduces.
-
-    Args:
-        frames: the frames of the stack, innermost last.
-        names: names of the model's modules by `id`.
     """
     module, action = "", ""
     for frame in reversed(frames):

@@ -36,8 +36,6 @@ class _Pending:
     """A checkpoint that is being written.
 
     Attributes:
-        save: the writes in progress.
-        step: its step.
         started: time at which it was started (`time.perf_counter`).
         waited: seconds that training has waited for it so far.
     """

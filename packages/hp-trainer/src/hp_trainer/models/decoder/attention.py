@@ -24,10 +24,6 @@ Array = numpy.ndarray
 def rotary_frequencies(dim: int, theta: float, scaling: RopeScalingConfig) -> tuple[Array, float]:
     """Return the angle per position of each rotated pair, and the factor on cosines and sines.
 
-    Args:
-        dim: width of the rotated part of a head.
-        theta: base of the frequencies.
-
     Returns:
         float64 `[dim / 2]` in radians, and the factor, which is 1 except for YaRN.
     """

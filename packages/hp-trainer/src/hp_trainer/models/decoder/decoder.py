@@ -58,7 +58,6 @@ class DecoderBlock(nn.Module):
         layer: index of the block in the full model, which selects its kind.
 
     Attributes:
-        index: index of the block in the full model.
         window: tokens that a token attends to, itself included; None: all before it.
         moe, feed_forward: one of them is None.
         post_attention_norm, post_ffn_norm: norms of the outputs before they are added to the residual; None: no norm.
@@ -103,11 +102,7 @@ class DecoderBlock(nn.Module):
 
 
 class DecoderBlocks(nn.Module):
-    """Blocks by their index in the full model. A part of the model has some of them, under the same names.
-
-    Args:
-        layers: indices of the blocks, in order.
-    """
+    """Blocks by their index in the full model. A part of the model has some of them, under the same names."""
 
     def __init__(self, config: DecoderConfig, layers: Iterable[int]) -> None:
         super().__init__()

@@ -485,12 +485,7 @@ _MAY_BE_ZERO = (
 
 
 class ConfigReader:
-    """The values of one `config.json`, and the problems found in them.
-
-    Args:
-        values: the mapping that the file holds.
-        where: name of the file in messages.
-    """
+    """The values of one `config.json`, and the problems found in them."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values, self.where = values, where
@@ -588,10 +583,6 @@ def read_rotary(reader: ConfigReader, theta: float, otherwise: Mapping[str, Any]
     """Return the options `rope_theta` and `rope_scaling` (as a mapping), as transformers 5 reads them.
 
     `rope_scaling` replaces all of `rope_parameters`, in which transformers 5 also has `rope_theta`.
-
-    Args:
-        theta: default of `rope_theta`.
-        otherwise: default of `rope_parameters`.
     """
     given = reader.values.get("rope_parameters")
     key = "rope_scaling" if reader.values.get("rope_scaling") or given is None else "rope_parameters"

@@ -187,10 +187,7 @@ def export_weights(
 
     Args:
         folder: new or empty, shared by all ranks. `config.json` is written last, so a directory with one is complete.
-        tensors: where the directory stores the decoder's tensors.
         read: (name of a parameter or buffer, box) -> float32 values.
-        config: the content of `config.json`.
-        dtype: float32, bfloat16 or float16.
         largest: most bytes of a file; a larger tensor has a file of its own.
 
     Returns:
@@ -282,9 +279,6 @@ def export_adapters(
 
     Args:
         tensors: where a directory stores the decoder's own tensors.
-        read: (name of a parameter, box) -> float32 values.
-        shapes: shape of every parameter by name.
-        lora: options of the adapters.
         base: directory of the adapted model, if it is known.
     """
     make_directory(folder)

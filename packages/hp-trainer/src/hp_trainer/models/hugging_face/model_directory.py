@@ -31,10 +31,6 @@ COMPANIONS = (
 class ModelDirectory:
     """A directory that transformers can read.
 
-    Args:
-        path: its folder.
-        config: options of the decoder that loads the weights.
-
     Attributes:
         weights: the directory's tensors.
         tensors: where each parameter and buffer of the decoder is stored; empty for an unknown architecture.
@@ -213,7 +209,6 @@ def weight_problems(weights: Weights, tensors: TensorMap, is_ignored: Any) -> It
     """Yield problems of the files, and tensors that are missing, unexpected, or of another shape or dtype.
 
     Args:
-        tensors: the decoder's tensors.
         is_ignored: (name) -> whether the tensor is known to be superfluous.
     """
     yield from weights.problems

@@ -36,9 +36,6 @@ def reference_names(folder: Path, options: DecoderConfig) -> dict[str, str]:
     """Return transformers' names of parameters and modules -> the decoder's, where both have the same tensors.
 
     Names are missing where one tensor of transformers has several of the decoder (see `reference_views`).
-
-    Args:
-        options: the decoder's options for this directory.
     """
     names: dict[str, str] = {}
     for ours, piece in _pieces(folder, options):
@@ -60,9 +57,6 @@ def reference_views(
 
     These are views of the given tensor, which may also be a gradient or optimizer state of the parameter's shape. The
     result is empty where the decoder has the same tensor.
-
-    Args:
-        options: the decoder's options for this directory.
     """
     found: dict[str, dict[str, Piece]] = {}
     for ours, piece in _pieces(folder, options):
@@ -84,9 +78,6 @@ def views_of_model(options: object, platform: Platform) -> Callable[[str, Tensor
     """Return `reference_views` of a model that transformers computes; None of others.
 
     It is None too where the decoder does not know the architecture, which can be trained nevertheless.
-
-    Args:
-        options: `model` of the configuration.
     """
     if not isinstance(options, TransformersConfig):
         return None

@@ -24,8 +24,6 @@ class Piece:
     """A box of one of the decoder's tensors, and its location in a tensor of the checkpoint.
 
     Attributes:
-        source: name of the checkpoint's tensor.
-        shape: shape of the checkpoint's tensor.
         box: the box of the decoder's tensor.
         axes: for each dimension of the checkpoint's tensor, the dimension of the decoder's. `box` has size 1 along
             dimensions of the decoder's tensor that do not occur.
@@ -158,7 +156,6 @@ def build_tensor_map(config: DecoderConfig, model_type: str, *, fused: bool = Fa
     """Return where a checkpoint stores every parameter and buffer of the decoder.
 
     Args:
-        model_type: the architecture's name in `config.json`.
         fused: experts are stacked, as transformers 5 has them in memory (`experts.gate_up_proj`).
     """
     hidden, vocab = config.hidden_size, config.vocab_size
