@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,7 +90,8 @@ class Environment:
         requirements: requirements for pip.
         wheels: wheel files to install too.
         fingerprint: further data whose change makes the environment stale, such as the wheels' metadata.
-        shared: site-packages folders of other environments to include after its own, with their commands.
+        shared: returns the site-packages folders of other environments to include after its own, with their commands.
+            It may wait until these environments are complete.
         constraints: pip constraints, such as the wheels to use for siblings.
         needs: requirements of the wheels except each other.
         locked_as: name in the lock file. Empty means unlocked, as a user would install today.
@@ -100,7 +101,7 @@ class Environment:
     requirements: tuple[str, ...] = ()
     wheels: tuple[Path, ...] = ()
     fingerprint: str = ""
-    shared: tuple[Path, ...] = ()
+    shared: Callable[[], tuple[Path, ...]] = tuple
     constraints: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     locked_as: str = ""
@@ -118,19 +119,27 @@ class Environment:
         folder = Path(folder)
         python = folder / "bin" / "python"
         with _locked(folder.with_name(folder.name + ".lock")):
-            stamp = self._stamp()
-            if not fresh and python.exists() and _read(folder / STAMP) == stamp:
+            if not fresh and python.exists() and _read(folder / STAMP) == self._stamp():
                 return python
             print(f"[setup] {self.name}: making {os.path.relpath(folder)}", flush=True)
             start = time.monotonic()
             _make(folder)
-            site_packages(folder).joinpath("shared.pth").write_text("".join(f"{site}\n" for site in self.shared))
-            for site in self.shared:
-                _copy_commands(site.parents[2] / "bin", folder / "bin")
+            # Shared packages may still be being installed, and only pip's resolver has to see them.
+            is_locked = self._locked_requirements() is not None
+            if not is_locked:
+                self._share(folder)
             self._install(python, folder)
-            (folder / STAMP).write_text(stamp)
+            if is_locked:
+                self._share(folder)
+            (folder / STAMP).write_text(self._stamp())
             print(f"[setup] {self.name}: ready after {time.monotonic() - start:.0f} s", flush=True)
         return python
+
+    def _share(self, folder: Path) -> None:
+        sites = self.shared()
+        site_packages(folder).joinpath("shared.pth").write_text("".join(f"{site}\n" for site in sites))
+        for site in sites:
+            _copy_commands(site.parents[2] / "bin", folder / "bin")
 
     def _install(self, python: Path, folder: Path) -> None:
         wanted = [*self.requirements, *map(str, self.wheels)]
@@ -177,7 +186,7 @@ class Environment:
             "locked as": self.locked_as,
             "locked": self._locked_requirements(),
             "constraints": self.constraints,
-            "shared": {str(site): _read(site.parents[2] / STAMP) for site in self.shared},
+            "shared": {str(site): _read(site.parents[2] / STAMP) for site in self.shared()},
             "wheels": [str(wheel) for wheel in self.wheels],
             "fingerprint": self.fingerprint,
         }

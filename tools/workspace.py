@@ -182,19 +182,19 @@ def framework_sites(names: tuple[str, ...]) -> tuple[Path, ...]:
 def development(name: str, wanted: tuple[str, ...], requirements: tuple[str, ...] = ()) -> Path:
     """Return the interpreter of an environment with the packages `wanted` from their sources, with requirements."""
     names = closure(wanted)
-    # A framework is unpacked on one core, while another one builds the wheels.
+    # A framework is unpacked on one core, while another one builds the wheels and installs what is locked.
     with ThreadPoolExecutor() as pool:
-        built, sites = pool.submit(wheels, "editable"), pool.submit(framework_sites, names)
-    environment = Environment(
-        name,
-        requirements=requirements,
-        wheels=tuple(built.result()[each] for each in names),
-        fingerprint="".join(packages()[each].text for each in names),
-        shared=sites.result(),
-        needs=tuple(dict.fromkeys(each for name in names for each in packages()[name].needs)),
-        locked_as=name,
-    )
-    return environment.prepare(NOX_FOLDER / name)
+        sites = pool.submit(framework_sites, names)
+        environment = Environment(
+            name,
+            requirements=requirements,
+            wheels=tuple(wheels("editable")[each] for each in names),
+            fingerprint="".join(packages()[each].text for each in names),
+            shared=sites.result,
+            needs=tuple(dict.fromkeys(each for name in names for each in packages()[name].needs)),
+            locked_as=name,
+        )
+        return environment.prepare(NOX_FOLDER / name)
 
 
 def for_tests(name: str, tools: tuple[str, ...]) -> Path:
@@ -229,7 +229,7 @@ def released(
     environment = Environment(
         name,
         requirements=(*wanted, *requirements),
-        shared=framework_sites(closure(wanted)),
+        shared=functools.partial(framework_sites, closure(wanted)),
         constraints=tuple(f"{each} @ {wheel.as_uri()}" for each, wheel in built.items()),
     )
     return environment.prepare(NOX_FOLDER / "released" / name, fresh=True)

@@ -78,7 +78,7 @@ def test_a_shared_environment_is_included_and_its_change_noticed(tmp_path, made)
     Environment("source").prepare(tmp_path / "source")
     site = environments.site_packages(tmp_path / "source")
     (site / "framework.py").write_text("name = 'shared'")
-    target = Environment("target", shared=(site,))
+    target = Environment("target", shared=lambda: (site,))
     python = target.prepare(tmp_path / "target")
     assert say(python, "import framework; print(framework.name)") == "shared"
 
@@ -92,7 +92,7 @@ def test_a_shared_command_runs_with_the_own_interpreter(tmp_path):
     command = source.with_name("where")
     command.write_text(f"#!{source}\nimport sys; print(sys.prefix)\n")
     site = environments.site_packages(tmp_path / "source")
-    target = Environment("target", shared=(site,)).prepare(tmp_path / "target")
+    target = Environment("target", shared=lambda: (site,)).prepare(tmp_path / "target")
     done = subprocess.run([target.with_name("where")], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(tmp_path / "target")
 

@@ -103,6 +103,22 @@ def test_an_environment_is_made_anew_when_its_lock_changes(tmp_path, locked, pip
     assert len(pip_calls) == 2
 
 
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_only_unlocked_requirements_are_resolved_after_shared_packages_are_installed(
+    tmp_path, locked, pip_calls, is_locked
+):
+    locked(["b>=1"], {"b==1.5": ["sha256:12"]})
+    installed = []
+
+    def shared():
+        installed.append(bool(pip_calls))
+        return ()
+
+    name = "a" if is_locked else ""
+    Environment("a", requirements=("b>=1",), locked_as=name, shared=shared).prepare(tmp_path / "a")
+    assert installed[0] is is_locked
+
+
 def test_a_file_with_another_digest_is_explained(tmp_path, monkeypatch, locked):
     locked(["b>=1"], {"b==1.5": ["sha256:12"]})
     monkeypatch.setattr(environments, "_pip", lambda python, arguments: "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES")
