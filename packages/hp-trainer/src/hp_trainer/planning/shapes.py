@@ -271,8 +271,9 @@ class GroupBytes(NamedTuple):
     """Sums over the buffers of one FSDP group, or arrays of these sums with an entry for each block.
 
     Attributes:
-        shard, full, full_gradient, gradient, reduced, gather_wire, reduce_wire, replicate_wire: sums of the attributes
-            of `PlannedBuffer`.
+        shard, full, full_gradient, gradient, reduced, gather_wire, reduce_wire: sums of the attributes of
+            `PlannedBuffer`.
+        replicated: this rank's shard of the gradients, in the dtype in which replicas all-reduce it.
         leaving: bytes of `full_gradient` freed when its reduction ends. With one shard the reduction returns the full
             gradient itself, and nothing is freed.
         autograd: gradients that autograd holds of single weights, before they are copied into the flat buffer.
@@ -288,7 +289,7 @@ class GroupBytes(NamedTuple):
     reduced: Any = 0.0
     gather_wire: Any = 0.0
     reduce_wire: Any = 0.0
-    replicate_wire: Any = 0.0
+    replicated: Any = 0.0
     leaving: Any = 0.0
     autograd: Any = 0.0
     embedding: Any = 0.0
@@ -385,8 +386,8 @@ def _table(groups: tuple[Group, ...]) -> Any:
 def stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
     """Return the buffers of one rank of the pipeline; without a pipeline, rank 0 has everything."""
     dims = shape.dims
-    # Everything in the layout that the buffers depend on: data-parallel degrees count only by their products.
-    sizes = dims.tp, dims.ep, dims.etp, dims.pp, dims.fsdp_size, dims.efsdp_size, shape.num_replicas
+    # Everything in the layout that the buffers depend on. Replicas have equal buffers.
+    sizes = dims.tp, dims.ep, dims.etp, dims.pp, dims.fsdp_size, dims.efsdp_size
     owners = shape.pipeline.rank_of_stage if dims.pp_enabled else ()
     return shape.shared(("stage", sizes, owners, rank), lambda: _stage_buffers(shape, rank))
 
@@ -400,8 +401,7 @@ def _stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
 
     def group(parameters: tuple[PlannedParameter, ...], shards: int) -> Group:
         # By identity, which is unique because the memo keeps the parameters alive.
-        key = "group", id(parameters), shards, shape.num_replicas
-        return shape.shared(key, lambda: _plan_group(shape, parameters, shards))
+        return shape.shared(("group", id(parameters), shards), lambda: _plan_group(shape, parameters, shards))
 
     fsdp, efsdp = dims.fsdp_size, dims.efsdp_size
     kinds = shape.shared(("kinds", ends, rank > 0, layers), lambda: _kinds(shape, rank, layers, first, outer, blocks))
@@ -510,14 +510,13 @@ def _plan_group(shape: StepShape, parameters: tuple[PlannedParameter, ...], shar
         shards,
         param_itemsize=None if retains_dtypes else ITEMSIZE[training.dtype],
         reduce_itemsize=None if retains_dtypes else ITEMSIZE[reduce_dtype],
-        num_replicas=shape.num_replicas,
     )
     every = [_buffer_bytes(shape, each) for each in buffers]
     return Group(tuple(buffers), GroupBytes(*map(sum, zip(*every, strict=True))) if every else GroupBytes())
 
 
 def _buffer_bytes(shape: StepShape, buffer: PlannedBuffer) -> GroupBytes:
-    alike = {name: getattr(buffer, name) for name in GroupBytes._fields[:8]}
+    alike: dict[str, Any] = {name: getattr(buffer, name) for name in GroupBytes._fields[:7]}
     if not buffer.trainable:
         return GroupBytes(**alike, buffers=1)
     blocks = zip(buffer.parameters, buffer.layout.blocks, strict=True)
@@ -528,6 +527,7 @@ def _buffer_bytes(shape: StepShape, buffer: PlannedBuffer) -> GroupBytes:
     has_average = shape.config.training.ema.decay is not None
     return GroupBytes(
         **alike,
+        replicated=buffer.layout.shard_numel * buffer.reduce_itemsize,
         leaving=0 if buffer.reduces_in_place else buffer.full_gradient,
         autograd=sum(autograd.values()),
         embedding=autograd.get("embed.weight", 0),

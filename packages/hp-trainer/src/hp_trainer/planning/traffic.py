@@ -50,7 +50,9 @@ def _weights_and_gradients(shape: StepShape, stage: StageBuffers) -> Iterator[Tr
         yield Traffic(axis, "all_gather", gathered, sum(count * x.buffers for x, count, _, _ in every), overlaps)
         reduced = sum(count * each.reduce_wire for each, _, count, _ in every)
         yield Traffic(axis, "reduce_scatter", reduced, sum(count * x.trained for x, _, count, _ in every), overlaps)
-        summed = sum(count * each.replicate_wire for each, _, _, count in every)
+        # A ring all-reduce: a reduce-scatter and an all-gather.
+        share = 2 * (shape.num_replicas - 1) / shape.num_replicas
+        summed = share * sum(count * each.replicated for each, _, _, count in every)
         yield Traffic(replicas, "all_reduce", summed, sum(count * x.trained for x, _, _, count in every), overlaps)
 
 
