@@ -117,10 +117,12 @@ def plan_layout(blocks: tuple[Block, ...], num_shards: int) -> FlatLayout:
     if len(blocks) <= ALL_ORDERS:
         orders = list(itertools.permutations(indices))
     best: tuple[int, tuple[int, ...]] | None = None
-    for shard_numel in _shard_sizes(blocks, num_shards, lower):
+    # Every start is a multiple of it. Units are multiples of 16 bytes (`block_of`), and so is this.
+    alignment = math.gcd(*(block.unit for block in blocks))
+    for shard_numel in _shard_sizes(blocks, num_shards, lower, alignment):
         if best is not None and shard_numel >= best[0]:
             continue
-        placed = (_place(blocks, order, num_shards, shard_numel) for order in orders)
+        placed = (_place(blocks, order, num_shards, shard_numel, alignment) for order in orders)
         offsets = next((each for each in placed if each is not None), None)
         if offsets is not None:
             best = shard_numel, offsets
@@ -160,12 +162,11 @@ def _divisor_chains(blocks: Sequence[Block]) -> list[list[int]]:
     return chains
 
 
-def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int) -> Iterator[int]:
+def _shard_sizes(blocks: Sequence[Block], num_shards: int, lower: int, alignment: int) -> Iterator[int]:
     """Yield the shard sizes to try. The last one always fits, see `padding_bound`."""
     # Three kinds of candidates: just above the lower bound, multiples on which most boundaries are legal, and the bound
     # of `padding_bound`.
-    step = _alignment(blocks)
-    yield from itertools.islice(_multiples(step, lower), FINE_STEPS)
+    yield from itertools.islice(_multiples(alignment, lower), FINE_STEPS)
     for multiple in _common_units(blocks, lower):
         yield from itertools.islice(_multiples(multiple, lower), 4)
     total = sum(block.numel + block.unit for block in blocks)
@@ -189,12 +190,13 @@ def _multiples(unit: int, lower: int) -> Iterator[int]:
     return itertools.count(-(-lower // unit) * unit, unit)
 
 
-def _place(blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard_numel: int) -> tuple[int, ...] | None:
-    """Place each block at its first legal start, in this order. Return None if they do not fit.
+def _place(
+    blocks: Sequence[Block], order: Sequence[int], num_shards: int, shard_numel: int, alignment: int
+) -> tuple[int, ...] | None:
+    """Place each block at its first legal multiple of `alignment`, in this order. Return None if they do not fit.
 
     For a given order no other placement ends earlier.
     """
-    alignment = _alignment(blocks)
     offsets = [0] * len(blocks)
     end, limit = 0, num_shards * shard_numel
     for index in order:
@@ -221,9 +223,3 @@ def _earliest(block: Block, start: int, shard_numel: int) -> int | None:
             return aligned
         start = boundary
     return None
-
-
-def _alignment(blocks: Sequence[Block]) -> int:
-    """Return the number of elements of which every start is a multiple, the greatest common divisor of the units."""
-    # Units are multiples of 16 bytes (`block_of`), and so is this.
-    return math.gcd(*(block.unit for block in blocks))
