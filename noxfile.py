@@ -35,15 +35,13 @@ nox.options.sessions = [
     "tests",
     "cross_torch",
     "cross_mindspore",
-    "subsets",
-    "outside",
-    "engines_core",
+    "installed",
     "floors",
 ]
-# Not run by default: the parts of `static`. `main` is the other command of the README, `loss_parity` trains five times,
-# `bench` measures, `floor_tests` and `compatibility` take minutes, `proof` hours, `chaos` the minutes it is given,
-# `accelerator` needs one, `npu` repeats tests on a stand-in for Ascend, `engines` starts Ray and Slurm for minutes,
-# `release` prepares releases, `lock` creates every environment again from the newest releases.
+# Not run by default: the parts of `static` and `installed`. `main` is the other command of the README, `loss_parity`
+# trains five times, `bench` measures, `floor_tests` and `compatibility` take minutes, `proof` hours, `chaos` the time
+# it is given, `accelerator` needs one, `npu` repeats tests on a stand-in for Ascend, `engines` starts Ray and Slurm for
+# minutes, `release` prepares releases, `lock` creates every environment again from the newest releases.
 
 CORES = len(os.sched_getaffinity(0))
 # One more than cores, as some tests only wait for processes. Each worker imports a framework.
@@ -220,7 +218,8 @@ def environments(session: nox.Session) -> None:
     packages = [(for_tests, each) for each in installable(workspace.PACKAGES)]
     at_once(
         made,
-        [*frameworks, (with_engines,), (components,), *packages, (ruff,), (house_tools,), (site_tools,)],
+        # The largest first.
+        [*frameworks, (with_engines,), *packages, (components,), (ruff,), (house_tools,), (site_tools,)],
     )
 
 
@@ -301,11 +300,19 @@ def cross_mindspore(session: nox.Session) -> None:
 
 
 @session
-def engines_core(session: nox.Session) -> None:
+def installed(session: nox.Session) -> None:
+    """`engines_core`, `outside` and `subsets` in parallel, since the first two leave a core idle; the longest first."""
+    workspace.wheels("standard")  # built once for all
+    at_once(lambda check: check(session, silent=True), ((check,) for check in (engines_core, outside, subsets)))
+
+
+@session
+def engines_core(session: nox.Session, *, silent: bool = False) -> str:
     """A worker of a real Ray cluster is killed and the run goes on; the files for Kubernetes agree with its schemas."""
     # In one process: the workers use the cores.
     selected = session.posargs or [ENGINES_TESTS]
-    run(session, with_engines(), *ENGINES, "-m", "engines_core", *selected, HP_PLATFORM="torch")
+    arguments = (*ENGINES, "-m", "engines_core", *selected)
+    return run(session, with_engines(), *arguments, silent=silent, HP_PLATFORM="torch")
 
 
 @session
@@ -363,12 +370,13 @@ def npu(session: nox.Session) -> None:
 
 
 @session
-def subsets(session: nox.Session) -> None:
+def subsets(session: nox.Session, *, silent: bool = False) -> str:
     """Build wheels, and install and use each sensible subset of packages in a fresh environment."""
     workspace.wheels("standard")
     chosen = {name: wanted for name, wanted in SUBSETS.items() if not session.posargs or name in session.posargs}
     possible = [(name, wanted) for name, wanted in chosen.items() if len(installable(wanted)) == len(wanted)]
     at_once(functools.partial(check_subset, session), possible)
+    return ""  # printed already, each when it was complete
 
 
 def check_subset(
@@ -380,13 +388,16 @@ def check_subset(
 
 
 @session
-def outside(session: nox.Session) -> None:
+def outside(session: nox.Session, *, silent: bool = False) -> str:
     """Third parties' platforms of `examples`, on wheels alone, compared with torch; `-- --full` runs all of it."""
+    found = ""
     for folder in sorted(Path("examples").glob("hp-platform-*")):
         python = workspace.outside(folder.name, ("hp-trainer", "hp-platform-torch"), TEST_TOOLS)
         # Its own configuration and root, so that nothing of this repository is on the path.
         options = ("-c", f"{folder}/pyproject.toml", "--rootdir", str(folder), "-p", "no:cacheprovider")
-        run(session, python, "-I", "-m", "pytest", *options, f"{folder}/tests", *session.posargs)
+        arguments = ("-I", "-m", "pytest", *options, f"{folder}/tests", *session.posargs)
+        found += run(session, python, *arguments, silent=silent)
+    return found
 
 
 def floor_wheels(session: nox.Session) -> dict[str, dict[str, Path]]:

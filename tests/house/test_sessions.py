@@ -12,6 +12,7 @@ import workspace
 
 BOTH = {f"{name}({platform})" for name in ("chaos", "proof") for platform in ("mindspore", "torch")}
 STATIC = {"docs", "lint", "public_api", "site", "types"}
+INSTALLED = {"engines_core", "outside", "subsets"}
 NOT_BY_DEFAULT = {
     "accelerator",
     "bench",
@@ -25,6 +26,7 @@ NOT_BY_DEFAULT = {
     "release",
     *BOTH,
     *STATIC,
+    *INSTALLED,
 }
 
 
@@ -67,6 +69,25 @@ def test_the_checks_that_use_one_core_run_at_once(monkeypatch):
     noxfile.static.func(type("Session", (), {"posargs": []})())
     wanted = {"mypy", "ruff check", "ruff format", "check_docs", "public_api", "site_pages", "mkdocs"}
     assert {name for name in wanted if any(name in command for command in commands)} == wanted
+
+
+def test_sessions_that_leave_a_core_idle_run_at_once(monkeypatch):
+    import noxfile
+
+    def run(session, python, *arguments, silent=False, **variables):
+        assert silent, "their output would be mixed"
+        commands.append(" ".join(arguments))
+        return ""
+
+    commands = []
+    monkeypatch.setattr(noxfile, "run", run)
+    monkeypatch.setattr(noxfile, "with_engines", lambda: None)
+    for name in ("wheels", "released", "outside"):
+        monkeypatch.setattr(noxfile.workspace, name, lambda *_: None)
+    noxfile.installed.func(type("Session", (), {"posargs": []})())
+    assert sum("engines_core" in command for command in commands) == 1
+    assert sum("examples/hp-platform-paddle/tests" in command for command in commands) == 1
+    assert sum("check_subset" in command for command in commands) == len(noxfile.SUBSETS)
 
 
 @pytest.mark.parametrize(
