@@ -19,7 +19,7 @@ from hp_trainer.plugins import hookimpl
 
 @pytest.mark.real_ranks
 def test_a_stopped_rank_is_named_within_the_limit_and_stacks_are_written_on_request(folder, hp_train):
-    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *ENDLESS, "--launch.timeout_seconds=30")
+    command = hp_train("run.yaml", "--run.folder=out", *TWO_RANKS, *ENDLESS, "--launch.timeout_seconds=15")
     wait_for_step(folder / "out", 7, command)
     command.process.send_signal(signal.SIGUSR1)
     log = folder / "out" / "logs" / "rank1.log"
@@ -38,7 +38,7 @@ def test_a_stopped_rank_is_named_within_the_limit_and_stacks_are_written_on_requ
         r"\w+, (in module [\w. ]+, )?at ",
         err,
     )
-    assert "waited 30 s (launch.timeout_seconds)" in err
+    assert "waited 15 s (launch.timeout_seconds)" in err
     assert "rank 1 is stopped, as by SIGSTOP" in err
     assert "Go on with" in err or "continue with `hp-train resume out`" in err
     assert "Traceback" not in err.replace("Current thread", "")
