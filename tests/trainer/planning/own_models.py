@@ -111,6 +111,6 @@ training: {{steps: 1, global_batch_size: 4, sequence_length: 128, clip_norm: nul
     return parse_config(yaml, given, registered=registries()).config
 
 
-def measured_peak(build: str, settings: dict[str, Any]) -> int:
-    """Return the bytes that this rank holds at the peak of a step of one of these models."""
-    return peak_of(config_of(build, **settings))
+def measured_peak(build: str, settings: dict[str, Any], steps: int) -> int:
+    """Return the bytes that this rank holds at the peak of a step of one of these models; see `peak_of`."""
+    return peak_of(config_of(build, **settings), steps)
