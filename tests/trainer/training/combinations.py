@@ -1,6 +1,6 @@
 """All combinations of parallel axes on up to eight ranks, a sample of them, and their comparison with one rank.
 
-Compared are the losses and the norms of gradients of all steps, and after three of them the weights and both moments of
+Compared are the losses and the norms of gradients of all steps, and after two of them the weights and both moments of
 AdamW: its updates hardly depend on the scale of a gradient, norms and moments do.
 
 Every sample is of other tokens and of another number of targets. Dense models have tied embeddings, and several
@@ -38,7 +38,7 @@ FAMILIES = {
     "dualpipe_v": "V, split backward",
 }
 EXPERTS = 4
-STEPS = 3  # after which weights and moments are compared
+STEPS = 2  # after which weights and moments are compared
 SAMPLES = 24  # eight ranks that hold data, three micro-batches each
 
 # float32 has 6e-8 of relative precision; sums in other orders are carried through 20 updates by AdamW, which divides by

@@ -1,6 +1,6 @@
 """The matrix of equality with one rank: layouts x models x options, at the level of `hp-train`.
 
-Losses, norms of gradients, weights and both moments of AdamW after three steps are those of one rank. A second run on
+Losses, norms of gradients, weights and both moments of AdamW after two steps are those of one rank. A second run on
 processes repeats the first steps with the same bits; simulated ranks always come in one order. Samples differ on every
 rank and have different numbers of targets.
 
