@@ -99,9 +99,10 @@ def local_attention(
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_STRIP, _MOST_IN_STRIPS = 256, 1024
-"""Keys per strip of a causal square in backward, and the longest square that is split into strips: in longer ones,
-adding up the strips takes more time than they save."""
+_STRIPS = {1024: 128, 2048: 256}
+"""Keys per strip of a causal square in backward, by the longest square for which it is the fastest width: the more
+strips, the fewer masked scores are computed, and the more gradients of queries are added up. Longer squares are not
+split."""
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
@@ -155,12 +156,11 @@ def block_grad(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `Platform.attention_block_grad` without a soft cap or dropout."""
-    if (
-        scores.is_causal
-        and _STRIP < query.shape[2] <= _MOST_IN_STRIPS
-        and query.dtype in (torch.float32, torch.float64)
-    ):
-        return _causal_grad(grad, query, key, value, out, lse, scores.scale)
+    if scores.is_causal and query.dtype in (torch.float32, torch.float64):
+        length = query.shape[2]
+        strip = next((width for longest, width in _STRIPS.items() if length <= longest), length)
+        if strip < length:
+            return _causal_grad(grad, query, key, value, out, lse, scores.scale, strip)
     bias = _bias(scores.mask, query)
     d_q, d_k, d_v = _backward(
         grad, query, key, value, out, lse, 0.0, scores.is_causal, attn_mask=bias, scale=scores.scale
@@ -169,18 +169,18 @@ def block_grad(
 
 
 def _causal_grad(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float, strip: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `block_grad` of a causal square in strips of keys.
+    """Compute `block_grad` of a causal square in strips of `strip` keys.
 
     The kernel computes full blocks of 512 keys, even where most are masked. Given one strip of keys, and the queries
     from its first position on, it wastes only the strip's own masked corner.
     """
     # `d_q` is replaced in the first strip, whose queries are all of them.
     d_q, d_k, d_v = query, [], []
-    for start in range(0, query.shape[2], _STRIP):
+    for start in range(0, query.shape[2], strip):
         g, q, o = (x[:, :, start:] for x in (grad, query, out))
-        k, v = (x[:, :, start : start + _STRIP] for x in (key, value))
+        k, v = (x[:, :, start : start + strip] for x in (key, value))
         found = _backward(g, q, k, v, o, lse[:, :, start:], 0.0, True, scale=scale)
         if start == 0:
             d_q = found[0]
