@@ -275,18 +275,19 @@ def _products_backward(
         for expert, own_d_results, own_d_hidden in batch.each(d_results, d_hidden):
             torch.mm(own_d_results, from_result[expert], out=own_d_hidden)
         d_gate, d_up, hidden = _activation_backward(d_hidden, (gate, up), (score, d_score), score_before, hidden_space)
-        if to_w2 is not None:
-            for expert, own_d_results, own_hidden in batch.each(d_results, hidden):
-                torch.mm(own_d_results.t(), own_hidden, out=to_w2[expert])
         # Inputs are gathered again instead of saved: they are copies of tokens, `top_k` for each.
         if to_w1 is not None or to_w3 is not None:
             torch.index_select(x, 0, tokens, out=inputs)
-        for to_weight, d_pre in ((to_w1, d_gate), (to_w3, d_up)):
-            if to_weight is not None:
-                for expert, own_d_pre, own_inputs in batch.each(d_pre, inputs):
-                    torch.mm(own_d_pre.t(), own_inputs, out=to_weight[expert])
-        if d_inputs is not None:
-            for expert, own_d_gate, own_d_up, own_d_inputs in batch.each(d_gate, d_up, d_inputs):
+        # Without a gradient of inputs, `inputs` takes its place in the split and is not written.
+        by_expert = batch.each(d_results, hidden, inputs, d_gate, d_up, inputs if d_inputs is None else d_inputs)
+        for expert, own_d_results, own_hidden, own_inputs, own_d_gate, own_d_up, own_d_inputs in by_expert:
+            if to_w1 is not None:
+                torch.mm(own_d_gate.t(), own_inputs, out=to_w1[expert])
+            if to_w2 is not None:
+                torch.mm(own_d_results.t(), own_hidden, out=to_w2[expert])
+            if to_w3 is not None:
+                torch.mm(own_d_up.t(), own_inputs, out=to_w3[expert])
+            if d_inputs is not None:
                 torch.mm(own_d_gate, from_gate[expert], out=own_d_inputs)
                 own_d_inputs.addmm_(own_d_up, from_up[expert])
 
