@@ -10,6 +10,8 @@ over rounds of the slowest rank, with contenders in turns.
     of formula   these bytes over the formula: each token sent once to each other rank that has experts for it and
                  returned once, with its choices and the sizes, computed from the choices alone
     limit        even all-to-alls of as many bytes, in both directions, in forward and backward
+    rows alone   the four all-to-alls of `all_to_all`'s rows, with the gather that puts rows in order of their ranks and
+                 the sum of a token's rows, which every dispatcher does too: no sizes, experts, scores or autograd
     its slots    the part of `all_to_all` that finds the ranks of each token, in O(top_k * ranks) or O(top_k ** 2)
 
 With `--bytes-per-second` each rank waits after sending, to simulate a network link of this rate.
@@ -94,6 +96,20 @@ def limit(platform, group, num_bytes):
     return run
 
 
+def rows_alone(contender):
+    """Return a function that gathers, sends, returns and sums the contender's rows, in forward and backward."""
+    group, platform = contender.dispatcher.group, contender.platform
+    route = contender.dispatcher.dispatch(contender.x, contender.routing).route
+    x = platform.detach(contender.x)
+
+    def run():
+        for _ in range(2):
+            rows = all_to_all_rows_data(route.permutation.permute(x), group, route.sent, route.received)
+            route.permutation.unpermute(all_to_all_rows_data(rows, group, route.received, route.sent))
+
+    return run
+
+
 def slowed(run, bytes_per_second):
     """Return `run`, followed by the time that its bytes would take at this rate."""
     if not bytes_per_second:
@@ -122,10 +138,11 @@ def measure(sizes, rounds, bytes_per_second):
         found[name] = (contender.step(), [])
         runs[name] = slowed(contender.step, bytes_per_second)
         if name == "all_to_all":
-            searches = slot_searches(contender)
+            searches, alone = slot_searches(contender), rows_alone(contender)
     sent = statistics.mean(float(each) for each in group.all_gather_bytes(str(found["all_to_all"][0]).encode()))
     found["limit"] = (sent, [])
     runs["limit"] = slowed(limit(platform, group, sent), bytes_per_second)
+    found["rows alone"], runs["rows alone"] = (sent, []), slowed(alone, bytes_per_second)
     runs |= searches
     found |= {name: (0, []) for name in searches}
     for _ in range(rounds):
