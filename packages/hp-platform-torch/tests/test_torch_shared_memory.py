@@ -35,7 +35,8 @@ def test_a_message_has_the_bits_of_its_tensor(dtype):
     assert torch.equal(received, sent)
 
 
-def test_a_place_is_reused_when_all_receivers_have_taken_it():
+def test_a_place_is_reused_when_all_receivers_have_taken_it(monkeypatch):
+    monkeypatch.setattr(shared_memory, "ROTATION_BYTES", 0)  # every search starts at the first place
     first, second = pair()
     x = torch.ones(1000)
     kept, taken = first.put(x, [1])[0], first.put(x, [1, 1])
@@ -45,6 +46,22 @@ def test_a_place_is_reused_when_all_receivers_have_taken_it():
     second.take(x, taken[1], 0)
     assert first.put(x, [1])[0].offset == taken[0].offset, "the first gap that fits"
     assert first.put(torch.ones(2000), [1])[0].offset > taken[0].offset
+
+
+def test_messages_take_turns_through_the_outbox(monkeypatch):
+    monkeypatch.setattr(shared_memory, "ROTATION_BYTES", 2**13)
+    first, second = pair()
+    x = torch.ones(2**10)
+
+    def offset_once_taken():
+        (place,) = first.put(x, [1])
+        second.take(x, place, 0)
+        return place.offset
+
+    start = offset_once_taken()
+    assert [offset_once_taken() - start for _ in range(4)] == [2**12, 0, 2**12, 0]
+    (kept,) = first.put(x, [1])
+    assert [offset_once_taken() - kept.offset for _ in range(2)] == [-(2**12), 2**12], "it goes past one in use"
 
 
 def test_what_does_not_fit_has_no_place(monkeypatch):

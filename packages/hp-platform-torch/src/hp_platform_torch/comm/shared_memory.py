@@ -8,6 +8,8 @@ mapped, and sends only its place over gloo. The receiver copies it out when it w
   before: where the mark is still there, a note with the place has arrived and not the message.
 - A place in an outbox is reused once every receiver of its message has copied it out, which each one reports by a byte
   in the outbox. A sender never waits for that: a message that does not fit now is sent over gloo.
+- Messages take turns through the outbox. What a receiver has just read is still in its cache, and writing there takes
+  up to eight times as long (2 MiB: 0.9 ms instead of 0.1 on an EPYC), because each line is first taken from that cache.
 - An outbox has no name: it is a file in memory, which peers open through `/proc`. It ends with the last process that
   has mapped it, killed ones included.
 - A rank uses its outbox for a peer only after that peer has reported, by another byte, that it has mapped it.
@@ -15,6 +17,7 @@ mapped, and sends only its place over gloo. The receiver copies it out when it w
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import json
@@ -38,6 +41,9 @@ if TYPE_CHECKING:
 
 OUTBOX_BYTES = 2**26
 """Bytes of a rank's messages that receivers have not copied out. Pages that no message has used take no memory."""
+
+ROTATION_BYTES = 2**25
+"""Messages start within this much of the outbox if they fit: more than a cache, and far less memory than the outbox."""
 
 SMALLEST_BYTES = 2**19
 """Smaller messages are sent over gloo, which is as fast up to about this size."""
@@ -170,6 +176,7 @@ class _Outbox:
         first_slot = _NONCE_BYTES + num_ranks
         self._first = _aligned(first_slot + _NUM_SLOTS)
         self._end = self._first + OUTBOX_BYTES
+        self._next = self._first  # where the search for a place starts
         descriptor = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
         self._file = os.fdopen(descriptor, "rb")  # closes it with this object
         os.ftruncate(descriptor, self._end)
@@ -188,19 +195,29 @@ class _Outbox:
         flags = self._mapping.bytes
         with self._lock:
             self._drop_received()
-            # The first gap that fits, so that few pages are ever used.
-            start, index = self._first, 0
-            while index < len(self._blocks) and self._blocks[index].start - start < num_bytes:
-                start, index = self._blocks[index].end, index + 1
-            if start + num_bytes > self._end or num_receivers > len(self._free_slots):
+            start = self._find_gap(num_bytes)
+            if start is None or num_receivers > len(self._free_slots):
                 return None
             slots = [self._free_slots.pop() for _ in range(num_receivers)]
             # Inside the lock: to another thread, a block whose bytes are clear has been received.
             for slot in slots:
                 flags[slot] = 1
-            self._blocks.insert(index, _Block(start, _aligned(start + num_bytes), slots))
+            block = _Block(start, _aligned(start + num_bytes), slots)
+            bisect.insort(self._blocks, block)
+            self._next = block.end if block.end < self._first + ROTATION_BYTES else self._first
         ctypes.memmove(self._mapping.address + start, address, num_bytes)
         return [Place(slot, start) for slot in slots]
+
+    def _find_gap(self, num_bytes: int) -> int | None:
+        """Return the start of the first gap that fits after the last message, or else of the first one of all."""
+        for start in (self._next, self._first):
+            for block in self._blocks:
+                if block.start - start >= num_bytes:
+                    break
+                start = max(start, block.end)
+            if start + num_bytes <= self._end:
+                return start
+        return None
 
     def _drop_received(self) -> None:
         flags, pending = self._mapping.bytes, []
