@@ -14,13 +14,16 @@ import torch.nn.functional as F
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.dispatch.operation import forget_plans
+from hp_dtensor.dispatch.plan import LocalPlan
 from hp_dtensor.exceptions import (
     CapabilityError,
     GradientPathError,
+    ImplicitRedistributionError,
     MixedOperandsError,
     PlacementError,
     ShardingRuleError,
 )
+from hp_dtensor.redistribute.explicit import explicit_redistribution
 from hp_dtensor.spec.placements import Partial, Replicate, Shard
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import distribute_tensor
@@ -315,6 +318,42 @@ def test_plain_tensors_are_refused_but_not_plain_scalars(mesh):
         with pytest.raises(MixedOperandsError, match=r"plain tensor of shape \[5, 3\]"):
             x + FULL
         assert torch.equal((x + torch.tensor(2.0)).full_tensor(), FULL + 2)
+
+
+def test_later_calls_redistribute_their_operands_without_the_steps_of_a_plan(monkeypatch):
+    planned, run = [], LocalPlan.run
+    monkeypatch.setattr(LocalPlan, "run", lambda plan, *args: planned.append(plan.operation) or run(plan, *args))
+
+    def program(mesh):
+        x, y = sharded(mesh), sharded(mesh, FULL * 2, Replicate())
+        results = []
+        for _ in range(3):
+            recorded = y.detach().requires_grad_()
+            ((x + y) * (recorded + x)).sum().backward()  # one operand is recorded, the other is not
+            results.append(((x + y).placements, (x + y).full_tensor(), recorded.grad.full_tensor()))
+        first = x.detach().clone()
+        for _ in range(3):
+            first.add_(y)
+        return results, first.full_tensor()
+
+    for results, added in on_ranks(program):
+        for placements, total, gradient in results:
+            assert placements == (Shard(0),)
+            assert torch.equal(total, FULL * 3)
+            assert torch.equal(gradient, FULL * 3)
+        assert torch.equal(added, FULL * 7)
+    assert (planned.count("add"), planned.count("add_")) == (4, 2), "the first call of each kind on each rank"
+
+
+def test_later_calls_check_what_the_first_one_does():
+    def program(mesh):
+        x, y = sharded(mesh), sharded(mesh, FULL, Shard(1))
+        for _ in range(2):
+            assert torch.equal((x + y).full_tensor(), FULL * 2)
+        with explicit_redistribution(), pytest.raises(ImplicitRedistributionError, match=r"its argument \[[01]\]"):
+            x + y
+
+    on_ranks(program)
 
 
 # Gradients -----------------------------------------------------------------------------------------------

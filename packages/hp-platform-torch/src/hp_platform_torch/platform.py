@@ -378,8 +378,9 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
         with torch.no_grad():
             return from_torch_dtensor(x.detach(), self)
 
-    def wrap(self, local: Tensor, spec: TensorSpec) -> TorchDTensor:
-        return dtensor.wrap(local, spec)
+    # Without methods around these functions: conversions and redistributions call them.
+    wrap = staticmethod(dtensor.wrap)
+    wrap_fresh = staticmethod(dtensor.wrap_output)
 
     def operation(self, name: str) -> Callable[..., Any] | None:
         return super().operation(name) or function_named(name)
@@ -389,9 +390,6 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
 
     def operation_names(self, name: str) -> list[str]:
         return names_of(name)
-
-    def wrap_fresh(self, result: Tensor, spec: TensorSpec) -> TorchDTensor:
-        return dtensor.wrap_output(result, spec)
 
     def empty_deferred(self, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
         # One element expanded to the shape, so that no memory is used in addition to that of the arriving data.
@@ -420,9 +418,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
                     break
         return tuple(reversed(inner_first))
 
-    def unwrap(self, x: Tensor) -> Tensor:
-        return dtensor.unwrap(x)
-
+    unwrap = staticmethod(dtensor.unwrap)
     local_op = staticmethod(LocalOperations)
 
     # Attention -------------------------------------------------------------------------------------------

@@ -144,15 +144,18 @@ class Redistribution:
     vary: tuple[int, ...]
 
     def apply(self, x: Any) -> Any:
-        """Return the redistributed argument, as a varying view where `vary` has axes."""
+        """Return the redistributed argument, as a varying view where `vary` has axes.
+
+        It is plain where autograd does not record it.
+        """
         if self.target is not None:
-            check_explicit(self.operation, self.location, x.spec, self.target)
+            check_explicit(self.operation, self.location, x._spec, self.target)
             try:
-                x = redistribution.redistribute_to(x, self.target)
+                x = redistribution.redistribute_operand(x, self.target)
             except PlacementError as error:
                 # The planner does not know the operation.
                 raise PlacementError(f"{self.operation}: {error}") from None
-        return redistribution.vary(x, self.vary) if self.vary else x
+        return redistribution.vary(x, self.vary) if self.vary and isinstance(x, DTensor) else x
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -150,8 +150,7 @@ class Stage:
         platform = self.source.mesh.platform
         if self.selected_axes:
             return self._run_selecting(platform, local)
-        # If neither value nor gradient changes, there is no autograd node either.
-        if not self.steps and not self._backward.steps and self._num_copies == 1:
+        if self._changes_nothing:
             return local
         return platform.linear_map(local, saving_result(self.run_data), self.run_backward)
 
@@ -193,6 +192,11 @@ class Stage:
     @functools.cached_property
     def _backward(self) -> RedistributePlan:
         return self.replan(*_grad_specs(self.source, self.target), self.itemsize)
+
+    @functools.cached_property
+    def _changes_nothing(self) -> bool:
+        """True if neither value nor gradient changes, so that there is no autograd node either."""
+        return not self.steps and not self._backward.steps and self._num_copies == 1
 
     @functools.cached_property
     def _num_copies(self) -> int:
@@ -244,7 +248,7 @@ class RedistributePlan:
     stages: tuple[Stage, ...] = field(repr=False)
     replan: Replan = field(repr=False, compare=False)
 
-    @property
+    @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         return tuple(step for stage in self.stages for step in stage.steps)
 
@@ -302,7 +306,7 @@ class RedistributePlan:
             grad = stage.run_backward(grad)
         return grad
 
-    @property
+    @functools.cached_property
     def selects(self) -> bool:
         """Return whether a stage reduces by max, min or product. The gradient then depends on the values."""
         return any(stage.selected_axes for stage in self.stages)
@@ -315,7 +319,7 @@ class RedistributePlan:
             local = stage.run_data(local)
         return local
 
-    @property
+    @functools.cached_property
     def is_outside_mesh(self) -> bool:
         """Return whether this rank is outside the mesh, so that it holds no data."""
         return self.source.mesh.get_coordinate() is None

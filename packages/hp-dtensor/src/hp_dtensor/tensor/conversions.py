@@ -357,7 +357,7 @@ def _mesh_and_placements(
         kind = type(tensor).__name__
         raise MixedOperandsError(f"{what}: expected a tensor of platform {platform.name!r}, got {kind}")
     platform.check_dense(tensor)
-    return mesh, placements_on(what, mesh, placements, len(tensor.shape))
+    return mesh, placements_on(what, mesh, placements, tensor.ndim)
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:

@@ -218,6 +218,18 @@ def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
     return wrap_with_source(local, plan, plan.run(local), target)
 
 
+def redistribute_operand(x: Any, target: TensorSpec) -> Any:
+    """Return `x` redistributed to `target`, of the same mesh, for an operation: plain where nothing is recorded."""
+    source: TensorSpec = x._spec
+    platform = source.mesh.platform
+    local = platform.unwrap(x)
+    if platform.is_grad_enabled() and platform.requires_grad(local):
+        return redistribute_to(x, target)
+    # Without a gradient there is no varying view, which needs a DTensor and its source.
+    rank_checks.check_redistribution(source, target)
+    return plan_between(source, target, platform.itemsize(source.dtype)).run(local)
+
+
 def _start(local: Tensor, plan: RedistributePlan, target: TensorSpec) -> Any:
     """Start the plan and return its result as a pending DTensor."""
     platform = target.mesh.platform

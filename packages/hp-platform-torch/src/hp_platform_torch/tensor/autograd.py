@@ -71,7 +71,8 @@ def _will_run(node: Any) -> bool:
 def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
     """Apply `forward`, a linear map whose gradient is its dual `backward`; differentiable any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
-        return _LinearMap.apply(x, forward, backward)
+        apply = _LinearMap.apply if torch._C._are_functorch_transforms_active() else _apply_linear_map
+        return apply(x, forward, backward)
     with NoGrad():
         return forward(x)
 
@@ -95,6 +96,10 @@ class _LinearMap(torch.autograd.Function):
         # The backward is a linear map with the roles exchanged, which makes second derivatives (`create_graph=True`)
         # right.
         return linear_map(grad, *ctx.dual), None, None
+
+
+# The `apply` below that of `Function`, which looks for `torch.func` transforms.
+_apply_linear_map = super(torch.autograd.Function, _LinearMap).apply
 
 
 def custom_function(

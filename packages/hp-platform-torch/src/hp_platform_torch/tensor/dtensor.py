@@ -25,6 +25,7 @@ from hp_platform_torch.comm.groups import is_watched
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.torch_operation import (
     LocalOperations,
+    RedistributingCall,
     is_intercepting,
     is_partial_number,
     locally,
@@ -159,6 +160,7 @@ READS_NUMBER = frozenset({torch.ops.aten._local_scalar_dense.default, torch.ops.
 _local_grad = _plain.grad.__get__
 _set_local_grad = _plain.grad.__set__
 _hooks_of_autograd = _plain._post_accumulate_grad_hooks
+_as_subclass, _detach = _plain.as_subclass, _plain.detach
 _local_data = _plain.data.__get__
 _set_local_data = _plain.data.__set__
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -223,7 +225,10 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         elif direct.static is not None:
             result = run_locally(call, (), (args[0], *direct.static[0]), direct.static[1])
         else:
-            local_args = with_views(direct, args) if direct.views and torch.is_grad_enabled() else args
+            if type(direct) is RedistributingCall:
+                local_args = direct.redistributed(args)
+            else:
+                local_args = with_views(direct, args) if direct.views and torch.is_grad_enabled() else args
             result = run_locally(call, (), local_args, kwargs or {})
             if direct.is_number and not result.requires_grad:
                 return wrap_in_place(result, spec.with_dtype(result.dtype))
@@ -438,9 +443,9 @@ def wrap(local: Tensor, spec: TensorSpec) -> TorchDTensor:
     A leaf is detached instead of aliased: if a leaf is a view, torch loses its gradient once another view of the same
     base is written under `no_grad`.
     """
-    with LocalOperations():
-        recorded = local.requires_grad and torch.is_grad_enabled()
-        return wrap_in_place(local.as_subclass(torch.Tensor) if recorded else local.detach(), spec)
+    if torch.is_grad_enabled() and local.requires_grad:
+        return wrap_in_place(run_locally(_as_subclass, (), (local, Tensor)), spec)
+    return wrap_in_place(local.detach() if type(local) is Tensor else run_locally(_detach, (), (local,)), spec)
 
 
 def wrap_output(result: Tensor, spec: TensorSpec) -> TorchDTensor:
@@ -470,11 +475,10 @@ def wrap_in_place(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 def unwrap(x: Tensor) -> Tensor:
     """Return the local data of a DTensor as a plain tensor; a plain tensor is returned unchanged."""
-    if not isinstance(x, TorchDTensor):
-        return x
-    with LocalOperations():
-        # The method is read from the tensor itself: reading an attribute of a pending one waits for its data.
-        return x.as_subclass(Tensor)
+    if type(x) is TorchDTensor:
+        return run_locally(_as_subclass, (), (x, Tensor))
+    # Reading an attribute of a pending one waits for its data, and makes it a `TorchDTensor`.
+    return unwrap(x) if isinstance(x, TorchDTensor) and x._spec is not None else x
 
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:

@@ -105,6 +105,27 @@ def with_views(direct: DirectCall, args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(result)
 
 
+class RedistributingCall(DirectCall):
+    """A `DirectCall` that redistributes positional arguments.
+
+    Attributes:
+        changes: (position, redistribution) of each changed argument, varying views included.
+    """
+
+    __slots__ = ("changes",)
+
+    def __init__(self, spec: TensorSpec, changes: Sequence[tuple[int, Redistribution]], is_number: bool) -> None:
+        super().__init__(spec, None, (), is_number)
+        self.changes, self.is_unchanged = changes, False
+
+    def redistributed(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments with the changed ones in place of those that need it."""
+        result = list(args)
+        for position, change in self.changes:
+            result[position] = change.apply(result[position])
+        return tuple(result)
+
+
 def _check_scalar(name: str, value: Tensor) -> None:
     """Raise for a plain 0-d operand that requires a gradient, or that torch.func transforms."""
     if torch._C._are_functorch_transforms_active():
@@ -243,16 +264,25 @@ class TorchOperation(Operation):
         local_kwargs: Mapping[str, Any],
     ) -> DirectCall | None:
         """Return the shortcut for later calls, given the local arguments of the first; None if the plan is needed."""
-        # A shortcut exists only if arguments are passed as they are, or as varying views.
-        views, replaced = _views_only(plan.redistributions), plan.replaced
-        if views is None:
+        # A shortcut exists only if changed arguments are positional.
+        changes, replaced = _positional(plan.redistributions), plan.replaced
+        if changes is None:
             return None
-        if self.in_place and (replaced or not args or any(position == 0 for position, _ in views)):
+        if self.in_place and (replaced or not args or any(position == 0 for position, _ in changes)):
             return None
+        is_redistributed = any(change.target is not None for _, change in changes)
+        # The plan marks such a view: a write to it would not reach the argument.
+        if is_redistributed and (plan.view or replaced):
+            return None
+        views = tuple([(position, change.vary) for position, change in changes])
         # A partial 0-d result must be checked in each call, since C++ may read it as a number.
         is_number = is_partial_number(spec) and not self.in_place
         if not replaced:
-            return DirectCall(spec, None, views, is_number)
+            return (
+                RedistributingCall(spec, changes, is_number)
+                if is_redistributed
+                else DirectCall(spec, None, views, is_number)
+            )
         # Cached arguments must not hold tensors: the next call would run on this call's data, which would stay alive.
         first_stays = bool(args) and local_args[0] is args[0]
         holds_tensor = any(isinstance(x, (Tensor, list)) for x in (*local_args[1:], *local_kwargs.values()))
@@ -286,15 +316,15 @@ def is_partial_number(spec: TensorSpec) -> bool:
     return spec.is_partial and not spec.shape
 
 
-def _views_only(redistributions: Sequence[Redistribution]) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Return (position, axes) of each varying view; None if an argument is redistributed, in a list or by keyword."""
+def _positional(redistributions: Sequence[Redistribution]) -> list[tuple[int, Redistribution]] | None:
+    """Return (position, redistribution) of each changed argument; None if one is in a list or passed by keyword."""
     found = []
     for each in redistributions:
         position, *inside = each.location
-        if each.target is not None or inside or not isinstance(position, int):
+        if inside or not isinstance(position, int):
             return None
-        found.append((position, each.vary))
-    return tuple(found)
+        found.append((position, each))
+    return found
 
 
 def _plain_where_constant(value: Any) -> Any:
