@@ -75,6 +75,8 @@ def with_fields(tree: Any, changes: Mapping[str, Any]) -> Any:
 
 def tensors_in(tree: Any, tensor_type: type) -> list[Any]:
     """Return the tensors of `tree`, in order."""
+    if isinstance(tree, tensor_type):
+        return [tree]
     found: list[Any] = []
 
     def note(tensor: Any) -> Any:

@@ -58,6 +58,7 @@ class FlatBuffer:
             otherwise autograd would report that the views saved in forward were modified by the gather for backward.
         full_is_shard: a single shard that needs no cast is the full buffer itself: nothing is gathered or freed.
         parameters: the parameters, in the order of the layout's blocks.
+        sharded, leaves: their two forms, as lists; see `FSDPParameter`.
         versions: version counters of the parameters.
         extension: the gather that the class of the only parameter defines. The full buffer is then never filled.
         gathering: fills and frees the full buffer.
@@ -98,6 +99,8 @@ class FlatBuffer:
         self.extension = originals[0].extension
         self._allocate_full()
         self.parameters = [self._shard_parameter(index, each, mesh_info) for index, each in enumerate(originals)]
+        self.sharded = [parameter.sharded for parameter in self.parameters]
+        self.leaves = [parameter.leaf for parameter in self.parameters]
         self._free_full()
         self.versions = ParameterVersions(storage, self.parameters)
         self.gathering = (make_gathering or Gathering)(self)
@@ -217,16 +220,17 @@ class FlatBuffer:
         Users may freeze and unfreeze the sharded parameters between forwards.
         """
         wanted = self.require_grad_flags()
-        for parameter, flag in zip(self.parameters, wanted, strict=True):
-            # Set only where it differs, which is rare: the flag is a call into the framework.
-            if flag != self.platform.requires_grad(parameter.leaf):
+        with self.platform.local_op():
+            known = list(map(self.platform.requires_grad, self.leaves))
+        if wanted != known:
+            for parameter, flag in zip(self.parameters, wanted, strict=True):
                 self.platform.set_requires_grad(parameter.leaf, flag)
         return [index for index, flag in enumerate(wanted) if flag]
 
     def require_grad_flags(self) -> list[bool]:
         """Return for each parameter whether it requires a gradient now."""
         with self.platform.local_op():
-            return [self.platform.requires_grad(parameter.sharded) for parameter in self.parameters]
+            return list(map(self.platform.requires_grad, self.sharded))
 
     def gather_node(
         self, token: Tensor, indices: Sequence[int], backward: Callable[[Gradients], None]
@@ -245,7 +249,7 @@ class FlatBuffer:
         """
         views = [self.parameters[i].view for i in indices]
         token, outputs = self.storage.gather_node(token, views, backward)
-        unsharded = [parameter.leaf for parameter in self.parameters]
+        unsharded = self.leaves.copy()
         for index, output in zip(indices, outputs, strict=True):
             spec = self.parameters[index].full_spec
             unsharded[index] = output if spec is None else self.platform.wrap(output, spec)
@@ -310,7 +314,7 @@ class FlatBuffer:
     def has_other_dtypes(self) -> bool:
         """True if a parameter has been converted, as by `Module.to`, and the buffer has not."""
         with self.platform.local_op():
-            return any(parameter.sharded.dtype != self.dtype for parameter in self.parameters)
+            return any(x.dtype != self.dtype for x in self.sharded)
 
     def convert(self) -> list[str]:
         """Convert the buffer if all its parameters have another dtype now. Return the reasons why it cannot be."""
@@ -348,6 +352,7 @@ class FlatBuffer:
             self.storage.put_data(parameter.sharded, local)
             if self.grad_dtype != dtype:
                 self.storage.set_grad_dtype(parameter.sharded, self.grad_dtype)
+        self.leaves = [parameter.leaf for parameter in self.parameters]
         self._free_full()
 
     def copy_moved(self) -> list[str]:
@@ -561,7 +566,9 @@ class BufferGradients:
         self._add(given, flags)
         # A recomputation inside of a backward may use a parameter in a graph of its own, for which autograd accumulates
         # the gradient in the leaf.
-        self._add([self._storage.take_grad(parameter.leaf) for parameter in parameters], flags)
+        in_leaves = list(map(self._storage.take_grad, self._buffer.leaves))
+        if any(grad is not None for grad in in_leaves):
+            self._add(in_leaves, flags)
 
     def _add(self, grads: Gradients, flags: Sequence[bool]) -> None:
         """Add one gradient or None for each parameter. `flags`: the parameters that require a gradient now."""
@@ -581,7 +588,7 @@ class BufferGradients:
             if is_new:
                 # A new buffer is uninitialised: gradients are copied into it, and only the padding and unused
                 # parameters are set to zero. This takes one pass over memory instead of two.
-                self._storage.write(self.unreduced, self._places, [wanted.get(i) for i in range(len(self._places))])
+                self._storage.write(self.unreduced, self._places, list(map(wanted.get, range(len(self._places)))))
             else:
                 for index, grad in wanted.items():
                     start, _, outer_dim = self._places[index]
@@ -675,14 +682,7 @@ class BufferGradients:
 
     def _set_gradients(self, parameters: Sequence[FSDPParameter], flat: Tensor) -> None:
         """Set views of a flat shard as the gradients of sharded parameters, or add them to those that are set."""
-        for parameter in parameters:
-            grad = self._buffer.view_in_shard(parameter, flat)
-            present = self._storage.local_grad(parameter.sharded)
-            # A view, without a copy: the reduced shard becomes the memory of the gradients.
-            if present is None:
-                self._storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
-            else:
-                self._storage.add_(present, grad)
+        self._storage.accumulate(flat, [(p.sharded, p.start, p.local_shape, p.outer_dim) for p in parameters])
 
     # Memory ----------------------------------------------------------------------------------------------
 

@@ -195,7 +195,8 @@ class ParameterGroup:
         self.summoned_buffers: list[Tensor] = []
         self.forward_prefetch: list[ParameterGroup] | None = None
         self.backward_prefetch: list[ParameterGroup] | None = None
-        self._set_parameter = storage.platform.set_parameter
+        # By buffer. Tied parameters have several owners.
+        self._owners = [[owner for each in buffer.parameters for owner in each.owners] for buffer in self.buffers]
         for buffer in self.buffers:
             buffer.gathering.retains_full = settings.retains_full
             names = [parameter.name for parameter in buffer.parameters]
@@ -273,9 +274,9 @@ class ParameterGroup:
     def reshard(self) -> None:
         """Free the full parameters. Raises `FSDPStateError` while the modules compute with them."""
         self._check_unused()
-        # A running gather, as one that was prefetched and is not used, ends first.
-        self.wait_for_unshard()
         if self.state is not GroupState.SHARDED:
+            # A running gather, as one that was prefetched and is not used, ends first.
+            self.wait_for_unshard()
             for buffer in self.buffers:
                 buffer.gathering.release()
             self.state = GroupState.SHARDED
@@ -318,8 +319,7 @@ class ParameterGroup:
     def use_unsharded(self, unsharded: Sequence[Sequence[Tensor]] | None = None) -> None:
         """Set the unsharded parameters as attributes of the modules: those given per buffer, or else the leaves."""
         for position, buffer in enumerate(self.buffers):
-            tensors = [p.leaf for p in buffer.parameters] if unsharded is None else unsharded[position]
-            self._set_parameters(buffer, tensors)
+            self._set_parameters(position, buffer.leaves if unsharded is None else unsharded[position])
             # The fill of the buffer has counted as a write. It must not be reported as one of the forward.
             if self.storage.counts_filling:
                 buffer.names_written_unsharded()
@@ -330,15 +330,16 @@ class ParameterGroup:
         # Also the end of a forward that has raised.
         self.in_forward = False
         if self.uses_unsharded:
-            for buffer in self.buffers:
-                self._set_parameters(buffer, [parameter.sharded for parameter in buffer.parameters])
+            for position, buffer in enumerate(self.buffers):
+                self._set_parameters(position, buffer.sharded)
             self.uses_unsharded = False
 
-    def _set_parameters(self, buffer: FlatBuffer, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(buffer.parameters, tensors, strict=True):
-            # Tied parameters have several owners.
-            for module, attribute in parameter.owners:
-                self._set_parameter(module, attribute, tensor)
+    def _set_parameters(self, position: int, tensors: Sequence[Tensor]) -> None:
+        owners, parameters = self._owners[position], self.buffers[position].parameters
+        if len(owners) != len(parameters):
+            pairs = zip(parameters, tensors, strict=True)
+            tensors = [tensor for parameter, tensor in pairs for _ in parameter.owners]
+        self.storage.set_parameters(owners, tensors)
 
     def make_use(
         self, token: Tensor, forward_pass: object | None, post_backward: PostBackward
@@ -360,7 +361,7 @@ class ParameterGroup:
                 backward = located(partial(post_backward, self, use, buffer))
                 token, unsharded = buffer.gather_node(token, indices, backward)
             else:
-                unsharded = [parameter.leaf for parameter in buffer.parameters]
+                unsharded = list(buffer.leaves)
             use.unsharded.append(unsharded)
         return token, use if use.pending else None
 

@@ -465,6 +465,7 @@ class ParameterVersions:
     def __init__(self, storage: ParameterStorage, parameters: Sequence[FSDPParameter]) -> None:
         self._storage, self._platform = storage, storage.platform
         self._parameters = parameters
+        self._sharded = [parameter.sharded for parameter in parameters]
         self.at_gather: list[int] = []
         self._at_accumulation: list[int] = []
         self.num_conversions = 0
@@ -473,7 +474,7 @@ class ParameterVersions:
     def now(self) -> list[int]:
         """Return the current counter of each sharded parameter."""
         with self._platform.local_op():
-            versions = [self._platform.version(parameter.sharded) for parameter in self._parameters]
+            versions = list(map(self._platform.version, self._sharded))
         # A conversion counts as one write of each parameter.
         return [version + self.num_conversions for version in versions] if self.num_conversions else versions
 

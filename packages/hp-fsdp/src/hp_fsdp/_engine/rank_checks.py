@@ -99,8 +99,11 @@ def pack_flags(reductions: Sequence[UsedParameters]) -> bytes:
     total = sum(each.count for each in reductions)
     flags, start = 0, 0
     for each in reductions:
-        for index in each.indices:
-            flags |= 1 << _bit(start + index, total)
+        if len(each.indices) == each.count and total <= FLAG_BYTES * 8:  # all of them, the usual case
+            flags |= ((1 << each.count) - 1) << start
+        else:
+            for index in each.indices:
+                flags |= 1 << _bit(start + index, total)
         start += each.count
     return flags.to_bytes(FLAG_BYTES, "little")
 
@@ -114,7 +117,9 @@ def unpack_flags(messages: Sequence[bytes], reductions: Sequence[UsedParameters]
         flags |= int.from_bytes(message, "little")
     total, start = sum(each.count for each in reductions), 0
     for each in reductions:
-        each.indices = frozenset([i for i in range(each.count) if flags >> _bit(start + i, total) & 1])
+        # Ranks can only add to the indices of this one.
+        if len(each.indices) < each.count:
+            each.indices = frozenset([i for i in range(each.count) if flags >> _bit(start + i, total) & 1])
         start += each.count
 
 

@@ -33,7 +33,7 @@ from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_fsdp.storage import GATHER_METHODS, GatherExtension, Gradients, ParameterStorage, moved_to_front
 from hp_platform_torch.tensor.dtensor import TorchDTensor, wrap_in_place
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
-from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad
+from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad, run_locally
 
 if TYPE_CHECKING:
     from hp_fsdp.storage import Place  # absent from hp-fsdp 0.1.3, which works too
@@ -213,24 +213,38 @@ class TorchParameterStorage(ParameterStorage):
         parameter._is_param = True
         return parameter
 
+    def set_parameters(self, owners: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]) -> None:
+        for (module, name), tensor in zip(owners, tensors, strict=True):
+            parameters = module._parameters
+            if name not in parameters:
+                self.platform.set_parameter(module, name, tensor)  # raises
+            parameters[name] = tensor  # type: ignore[assignment]
+
     def put_data(self, parameter: Tensor, local: Tensor) -> None:
         with LocalOperations():
             parameter.data = local
 
     def local_grad(self, parameter: Tensor) -> Tensor | None:
-        with LocalOperations():
-            return _grad(parameter)  # type: ignore[no-any-return]
+        return run_locally(_grad, (), (parameter,))  # type: ignore[no-any-return]
 
     def set_local_grad(self, parameter: Tensor, grad: Tensor | None, spec: TensorSpec) -> None:
         # The `grad` property of DTensors wraps it as a DTensor when it is read.
-        with LocalOperations():
-            _set_grad(parameter, grad)
+        run_locally(_set_grad, (), (parameter, grad))
+
+    def accumulate(self, flat: Tensor, parameters: Sequence[tuple[Tensor, int, Sequence[int], int]]) -> None:
+        with NoGrad(), LocalOperations():
+            for parameter, start, shape, outer_dim in parameters:
+                # A view costs half as much as a separate tensor, and no gradient's version is compared.
+                grad, present = flat.as_strided(shape, _strides(shape, outer_dim), start), _grad(parameter)
+                if present is None:
+                    _set_grad(parameter, grad)
+                else:
+                    present.add_(grad)
 
     def take_grad(self, leaf: Tensor) -> Tensor | None:
-        with LocalOperations():
-            grad = _grad(leaf)
-            if grad is not None:
-                _set_grad(leaf, None)
+        grad = run_locally(_grad, (), (leaf,))
+        if grad is not None:
+            run_locally(_set_grad, (), (leaf, None))
         return grad  # type: ignore[no-any-return]
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
@@ -385,7 +399,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, token: Tensor, backward: Callable[[Gradients], None], views: Sequence[Tensor]) -> Any:
         ctx.set_materialize_grads(False)
         ctx.complete = backward
-        return token.detach(), *(view.detach() for view in views)
+        return token.detach(), *[view.detach() for view in views]
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
