@@ -307,20 +307,6 @@ class ParameterStorage(ABC):
         """Set the plain local tensor `grad`, without a copy, as the gradient of a DTensor parameter of `spec`."""
         self.platform.set_grad(parameter, None if grad is None else self.platform.wrap(grad, spec))
 
-    def accumulate(self, flat: Tensor, parameters: Sequence[tuple[Tensor, int, Sequence[int], int]]) -> None:
-        """Set parts of a flat shard as the gradients of DTensor parameters, or add them to those that are set.
-
-        Args:
-            parameters: each with the arguments of `part` after the buffer.
-        """
-        for parameter, start, shape, outer_dim in parameters:
-            grad, present = self.part(flat, start, shape, outer_dim), self.local_grad(parameter)
-            # Without a copy: the shard becomes the memory of the gradients.
-            if present is None:
-                self.set_local_grad(parameter, grad, parameter.spec)
-            else:
-                self.add_(present, grad)
-
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         """Call the hooks that users have registered on a DTensor parameter for accumulated gradients."""
 

@@ -682,7 +682,14 @@ class BufferGradients:
 
     def _set_gradients(self, parameters: Sequence[FSDPParameter], flat: Tensor) -> None:
         """Set views of a flat shard as the gradients of sharded parameters, or add them to those that are set."""
-        self._storage.accumulate(flat, [(p.sharded, p.start, p.local_shape, p.outer_dim) for p in parameters])
+        for parameter in parameters:
+            grad = self._buffer.view_in_shard(parameter, flat)
+            present = self._storage.local_grad(parameter.sharded)
+            # A view, without a copy: the reduced shard becomes the memory of the gradients.
+            if present is None:
+                self._storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
+            else:
+                self._storage.add_(present, grad)
 
     # Memory ----------------------------------------------------------------------------------------------
 

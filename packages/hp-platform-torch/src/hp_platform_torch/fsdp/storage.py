@@ -231,16 +231,6 @@ class TorchParameterStorage(ParameterStorage):
         # The `grad` property of DTensors wraps it as a DTensor when it is read.
         run_locally(_set_grad, (), (parameter, grad))
 
-    def accumulate(self, flat: Tensor, parameters: Sequence[tuple[Tensor, int, Sequence[int], int]]) -> None:
-        with NoGrad(), LocalOperations():
-            for parameter, start, shape, outer_dim in parameters:
-                # A view costs half as much as a separate tensor, and no gradient's version is compared.
-                grad, present = flat.as_strided(shape, _strides(shape, outer_dim), start), _grad(parameter)
-                if present is None:
-                    _set_grad(parameter, grad)
-                else:
-                    present.add_(grad)
-
     def take_grad(self, leaf: Tensor) -> Tensor | None:
         grad = run_locally(_grad, (), (leaf,))
         if grad is not None:

@@ -199,17 +199,6 @@ def test_gradients_are_set_without_a_copy(storage: ParameterStorage) -> None:
     assert platform.get_grad(parameter) is None
 
 
-def test_parts_of_a_reduced_shard_are_accumulated(storage: ParameterStorage) -> None:
-    """`accumulate`: the first gradients share the memory of the shard, and later ones are added to them."""
-    platform = storage.platform
-    parameter, _ = sharded_parameter(storage, filled(storage))
-    first = filled(storage)
-    for reduced in (first, filled(storage)):
-        storage.accumulate(reduced, [(parameter, 1, (2, 3), 0)])
-    assert values(platform, storage.local_grad(parameter)) == [4, 6, 8, 10, 12, 14]
-    assert values(platform, first) == [1, 4, 6, 8, 10, 12, 14, 8, 9, 10, 11, 12]
-
-
 def test_modules_hold_other_parameters(storage: ParameterStorage) -> None:
     """`set_parameters`: the tensors that a module computes with replace those that the optimizer has."""
     platform = storage.platform
