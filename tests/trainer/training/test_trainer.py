@@ -65,7 +65,7 @@ def test_the_loss_falls_and_everything_is_written_down(lab):
 def test_four_ranks_train_and_evaluate_as_one(lab, name):
     """All layouts are in `test_trainer_combinations.py`, without evaluations."""
     skip_unless_torch_or(lab.platform, False)  # elsewhere ranks that share sequences do
-    settings = {"training__eval_interval": 3, "training__eval_batches": 2}
+    settings = {"training__steps": 4, "training__eval_interval": 2, "training__eval_batches": 2}
     expected = lab.reference("one", **settings)
     run = lab.run("four", FOUR_RANKS[name], 4, **settings)
     assert_same_losses(run, expected)
@@ -95,6 +95,7 @@ def test_four_ranks_train_and_evaluate_as_one(lab, name):
 )
 def test_models_and_settings(lab, settings):
     skip_unless_torch_or(lab.platform, "parallel__reduce_gradients" in settings)
+    settings |= {"training__steps": 3}
     expected = lab.reference("one", **settings)
     assert_same_losses(lab.run("four", FOUR_RANKS["folded"], 4, **settings), expected)
 
@@ -134,7 +135,9 @@ def test_the_loss_is_the_mean_over_the_targets_of_all_ranks(lab, monkeypatch):
 
 
 def test_without_clipping_the_norm_is_the_same(lab):
-    free, clipped = lab.reference("free", training__clip_norm=None), lab.run("clipped", training__clip_norm=0.01)
+    settings = {"training__steps": 3}
+    free = lab.reference("free", training__clip_norm=None, **settings)
+    clipped = lab.run("clipped", training__clip_norm=0.01, **settings)
     first = [events(run, "step")[0]["gradient_norm"] for run in (free, clipped)]
     assert first[0] == first[1] > 0.01
     assert losses(free) != losses(clipped)
