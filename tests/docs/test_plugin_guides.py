@@ -64,6 +64,7 @@ def test_there_is_a_guide_for_each_kind_of_plugin() -> None:
     }
 
 
+@pytest.mark.real_ranks
 @pytest.mark.usefixtures("torch_suffices")
 @pytest.mark.parametrize("page", GUIDES)
 def test_the_steps_of_a_guide_work(page: str, hp_platform, fork_server, tmp_path) -> None:

@@ -373,6 +373,7 @@ for model in models:
 """
 
 
+@pytest.mark.real_ranks
 def test_the_fully_shard_of_torch_loaded_later_is_refused_by_the_first_forward(free_port):
     job = {
         "RANK": "0",

@@ -100,6 +100,7 @@ sys.exit(any([os.waitpid(rank, 0)[1] for rank in ranks]))
 """
 
 
+@pytest.mark.real_ranks
 def test_a_trainer_of_transformers_trains_and_saves_a_sharded_model(tmp_path, free_port, fork_server):
     """The example trains on two ranks what one device trains in a plain loop."""
     example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"

@@ -270,6 +270,7 @@ torch.testing.assert_close(*found)
 """
 
 
+@pytest.mark.real_ranks
 def test_a_compiled_layer_equals_the_layer(hp_platform):
     """By a `torch.compile` that was imported before the platform. `training.compile` uses another one."""
     if hp_platform.name != "torch":

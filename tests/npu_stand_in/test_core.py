@@ -11,6 +11,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 
 
+@pytest.mark.real_ranks
 def test_core(hp_platform):
     if hp_platform.name != "torch" or hp_platform.device_types[0] != "cpu":
         pytest.skip("the stand-in is a device of torch, for processes without another one")

@@ -50,6 +50,7 @@ def test_the_guide_names_what_the_first_steps_need():
     assert re.findall(r"`(\w+)`", operations) == sorted(set(re.findall(r"\bops\.(\w+)\(", first)))
 
 
+@pytest.mark.real_ranks
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_step_of_the_guide_runs_alone(environment, tmp_path):
     command = [sys.executable, *SUITE[:-1], f"{SUITE[-1]}.test_autograd", "--hp-platform=numpy", "--hp-ranks=simulated"]
@@ -71,6 +72,7 @@ def test_the_conformance_suite(environment, tmp_path):
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.real_ranks
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_storage_of_four_methods_trains(environment, tmp_path):
     """The suites of the other components, on the defaults of `ParameterStorage` and composed optimizers."""
@@ -90,6 +92,7 @@ def test_the_built_in_sockets_connect_processes(environment, tmp_path):
     assert "skipped" not in done.stdout
 
 
+@pytest.mark.real_ranks
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
     """The suite finds a wrong gradient, a wrong collective, and functions of the framework that answer for a shard."""
@@ -112,6 +115,7 @@ def test_a_platform_that_is_wrong_does_not_pass(environment, tmp_path):
     }
 
 
+@pytest.mark.real_ranks
 @pytest.mark.usefixtures("torch_suffices")
 def test_a_dtensor_may_hold_its_shard(environment, tmp_path):
     """The NumPy platform with DTensors that are not their shards; only attributes of the spec are right on them."""
