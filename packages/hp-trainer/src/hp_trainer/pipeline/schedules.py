@@ -435,9 +435,11 @@ class _Step:
         # The latest end of each action that does not delay the end of the step, and from it the latest start.
         self._latest = latest = [max(self._ends, default=0.0)] * len(flow.order)
         for index in reversed(range(len(flow.order))):
-            latest[index] -= self._times[flow.order[index].kind]
+            start = latest[index] = latest[index] - self._times[flow.order[index].kind]
             for before, is_remote in flow.needs[index]:
-                latest[before] = min(latest[before], latest[index] - is_remote * self._transfer)
+                end = start - is_remote * self._transfer
+                if end < latest[before]:
+                    latest[before] = end
 
     def run(self, index: int, kind: Kind | None) -> float:
         """Set and return the end of an action that runs as `kind`; None: it is a part of another one."""

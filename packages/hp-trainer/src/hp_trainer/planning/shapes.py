@@ -421,6 +421,9 @@ def _stage_buffers(shape: StepShape, rank: int) -> StageBuffers:
 def _parameters(shape: StepShape, part: ModelPart) -> ModelParameters:
     """Return the parameters of the embedding and the head, or of one block; equal ones are the same objects."""
     dims, freeze = shape.dims, shape.config.training.freeze
+    # Everything in the layout that they depend on; the second part counts for blocks with experts alone.
+    has_experts = shape.shared(("has experts", part), lambda: any(shape.model.parameters(dims, part).experts.values()))
+    sizes = (dims.tp, dims.pp_enabled), (dims.ep, dims.etp, dims.efsdp_size) if has_experts else ()
 
     def same(parameters: tuple[PlannedParameter, ...]) -> tuple[PlannedParameter, ...]:
         return shape.shared(("interned", parameters), lambda: parameters)
@@ -434,8 +437,6 @@ def _parameters(shape: StepShape, part: ModelPart) -> ModelParameters:
             experts={layer: same(each) for layer, each in found.experts.items()},
         )
 
-    # Everything in the layout that they depend on; the second part counts for blocks with experts alone.
-    sizes = (dims.tp, dims.pp_enabled), (dims.ep, dims.etp, dims.efsdp_size) if part.layers else ()
     return shape.shared(("parameters", part, sizes), compute)
 
 
