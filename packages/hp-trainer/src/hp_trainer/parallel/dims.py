@@ -310,7 +310,14 @@ Check = Callable[[ParallelDims], Iterable[Problem]]
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees that fit the number of ranks, and their other problems (none: legal)."""
+    """Degrees that fit the number of ranks, and their other problems (none: legal).
+
+    Examples:
+        >>> from hp_trainer import list_layouts
+        >>> layout = next(iter(list_layouts(2)))
+        >>> layout.dims.world_size
+        2
+    """
 
     dims: ParallelDims
     problems: tuple[Problem, ...]

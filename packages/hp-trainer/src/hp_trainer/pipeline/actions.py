@@ -60,7 +60,13 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One step of a rank's program, such as `2F0`: stage 2, forward, micro-batch 0."""
+    """One step of a rank's program, such as `2F0`: stage 2, forward, micro-batch 0.
+
+    Examples:
+        >>> from hp_trainer.pipeline import Action
+        >>> Action.parse("2F0").stage
+        2
+    """
 
     stage: int
     kind: Kind

@@ -24,7 +24,13 @@ Tensor = Any
 
 @dataclass(frozen=True, slots=True)
 class TensorChunkSpec:
-    """The dimension along which a tensor is split into micro-batches. Name and attribute follow torch."""
+    """The dimension along which a tensor is split into micro-batches. Name and attribute follow torch.
+
+    Examples:
+        >>> from hp_trainer.pipeline import TensorChunkSpec
+        >>> TensorChunkSpec.from_dict({"ids": 0, "mask": 1})
+        {'ids': TensorChunkSpec(split_dim=0), 'mask': TensorChunkSpec(split_dim=1)}
+    """
 
     split_dim: int
 

@@ -43,7 +43,13 @@ def _registry() -> Registry:
 
 
 def schedule_names() -> list[str]:
-    """Return the names of all schedules, sorted."""
+    """Return the names of all schedules, sorted.
+
+    Examples:
+        >>> from hp_trainer.pipeline import schedule_names
+        >>> "zero_bubble_v" in schedule_names()
+        True
+    """
     return _registry().names()
 
 

@@ -28,6 +28,12 @@ class ActionSeconds:
 
     Raises:
         ScheduleError: a duration is negative or not finite, or all actions take no time.
+
+    Examples:
+        >>> from hp_trainer.pipeline import build_schedule, simulate
+        >>> schedule = build_schedule("1f1b", num_ranks=1, num_microbatches=2)
+        >>> simulate(schedule, ActionSeconds(input_grad=2.0)).end
+        8.0
     """
 
     forward: float = 1.0
@@ -228,6 +234,10 @@ def validate(schedule: Schedule) -> None:
 
     Raises:
         ScheduleError: the schedule is invalid; the message lists all problems with stage, micro-batch and rank.
+
+    Examples:
+        >>> from hp_trainer.pipeline import Schedule, validate
+        >>> validate(Schedule.parse("rank 0: 0F0 0B0"))
     """
     # The other checks index by stage and rank, so they run only if these are valid.
     problems = [*_owner_problems(schedule)] or [*_placement_problems(schedule), *_work_problems(schedule)]

@@ -85,6 +85,10 @@ class PipelineScheduleSingle(PipelineSchedule):
     Raises:
         PipelineError: the stage is not the one that the schedule assigns to this rank.
         ScheduleError: `n_microbatches` is below one.
+
+    Examples:
+        >>> issubclass(get_schedule_class("1f1b"), PipelineScheduleSingle)
+        True
     """
 
     def __init__(
@@ -121,6 +125,10 @@ class PipelineScheduleMulti(PipelineSchedule):
     Raises:
         PipelineError: the stages are not those that the schedule assigns to this rank.
         ScheduleError: the schedule does not support this number of stages.
+
+    Examples:
+        >>> issubclass(get_schedule_class("DualPipeV"), PipelineScheduleMulti)
+        True
     """
 
     def __init__(
@@ -173,19 +181,34 @@ class ScheduleGPipe(PipelineScheduleSingle):
 
 
 class Schedule1F1B(PipelineScheduleSingle):
-    """Alternating forward and backward after a warm-up."""
+    """Alternating forward and backward after a warm-up.
+
+    Examples:
+        >>> get_schedule_class("1F1B") is Schedule1F1B
+        True
+    """
 
     schedule_name = "1f1b"
 
 
 class ScheduleInterleaved1F1B(PipelineScheduleMulti):
-    """1F1B with several stages per rank (arXiv 2104.04473)."""
+    """1F1B with several stages per rank (arXiv 2104.04473).
+
+    Examples:
+        >>> get_schedule_class("interleaved1f1b") is ScheduleInterleaved1F1B
+        True
+    """
 
     schedule_name = "interleaved_1f1b"
 
 
 class ScheduleLoopedBFS(PipelineScheduleMulti):
-    """GPipe with several stages per rank (arXiv 2211.05953)."""
+    """GPipe with several stages per rank (arXiv 2211.05953).
+
+    Examples:
+        >>> get_schedule_class("LoopedBFS") is ScheduleLoopedBFS
+        True
+    """
 
     schedule_name = "gpipe"
 
@@ -217,19 +240,34 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
 
 
 class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
-    """Several stages per rank, with split backwards (arXiv 2401.10241)."""
+    """Several stages per rank, with split backwards (arXiv 2401.10241).
+
+    Examples:
+        >>> get_schedule_class("InterleavedZeroBubble") is ScheduleInterleavedZeroBubble
+        True
+    """
 
     schedule_name = "interleaved_zero_bubble"
 
 
 class ScheduleZBVZeroBubble(PipelineScheduleMulti):
-    """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6)."""
+    """Two stages per rank in a V, with split backwards (arXiv 2401.10241, section 6).
+
+    Examples:
+        >>> get_schedule_class("ZBVZeroBubble") is ScheduleZBVZeroBubble
+        True
+    """
 
     schedule_name = "zero_bubble_v"
 
 
 class ScheduleDualPipeV(PipelineScheduleMulti):
-    """Two stages per rank in a V, alternating forwards and backwards (arXiv 2412.19437)."""
+    """Two stages per rank in a V, alternating forwards and backwards (arXiv 2412.19437).
+
+    Examples:
+        >>> get_schedule_class("DualPipeV") is ScheduleDualPipeV
+        True
+    """
 
     schedule_name = "dualpipe_v"
 
