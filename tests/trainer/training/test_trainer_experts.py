@@ -84,7 +84,6 @@ def test_moves_of_experts_change_no_loss_and_no_checkpoint(lab, moves, layout):
     skip_unless_torch_or(lab.platform, layout in ("hybrid", "pipeline"))
     settings = MOVING | {"training__steps": 4, "checkpoint__interval": 2}
     plain = lab.reference("plain", **settings)
-    assert not have_moved(moves), "one rank has no other to give experts to"
     run = lab.run("run", LAYOUTS[layout], 4, **settings)
     assert have_moved(moves)
     np.testing.assert_allclose(losses(run), losses(plain), **CLOSE)
