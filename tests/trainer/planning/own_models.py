@@ -55,6 +55,12 @@ def build(options: Options) -> Transformer:
     return Transformer(options)
 
 
+def tied(options: Options) -> Transformer:
+    model = Transformer(options)
+    model.head.weight = model.embed.weight
+    return model
+
+
 def half(options: Options) -> torch.nn.Module:
     return Transformer(options).to(torch.bfloat16)
 

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "parts within parts": (1, "build", {"parallel__fsdp_units": "['blocks.*.up', 'blocks.*']"}),
     "of transformers": (1, "llama", {}),
     "of transformers, a frozen block between": (1, "llama", {"training__freeze": "['*.layers.2.*']"}),
-    "shards": (2, "llama", SHORT),
+    "shards, the embedding is the head": (2, "tied", SHORT),
     "shards that stay, half precision": (
         2,
         "build",
