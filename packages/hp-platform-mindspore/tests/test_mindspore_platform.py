@@ -18,7 +18,7 @@ from hp_dtensor.parallel import nn as hp_nn
 from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.platform.interface import DTYPE_NAMES, OP_NAMES
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore import plugin
+from hp_platform_mindspore import plugin, world
 from hp_platform_mindspore.ops.cpu_kernels.table import KERNELS as CPU_KERNELS
 from hp_platform_mindspore.ops.namespace import NATIVE_KERNELS as NATIVE
 from hp_platform_mindspore.platform_base import ASCEND, BFLOAT16_ON_CPU, CPU, choose_device
@@ -396,3 +396,23 @@ def test_complex_activations_are_not_offloaded_by_way_of_numpy(platform):
 
     # MindSpore saves the factors, though it has no gradient of this product.
     np.testing.assert_array_equal(platform.to_numpy(ActivationOffload(platform)(block, x)), np.ones((16, 16)))
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "own"), [({0, 1}, 4, {1}), ({2, 5, 7}, 3, {2}), ({0, 1, 2, 3}, 2, None), ({1}, 4, None)]
+)
+def test_a_rank_has_a_core_of_its_own_where_there_are_as_many_ranks(monkeypatch, cores, ranks, own):
+    chosen = []
+    monkeypatch.setattr(world.os, "sched_getaffinity", lambda _: cores, raising=False)
+    monkeypatch.setattr(world.os, "sched_setaffinity", lambda _, found: chosen.append(found), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    world.use_own_core()
+    assert chosen == ([] if own is None else [own])
+
+
+def test_a_process_that_no_launcher_started_has_all_cores(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(world.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setattr(world.os, "sched_setaffinity", lambda *_: pytest.fail("it chose a core"), raising=False)
+    world.use_own_core()
