@@ -19,7 +19,7 @@ from hp_dtensor.parallel.offload import ActivationOffload
 from hp_dtensor.platform.interface import DTYPE_NAMES, OP_NAMES
 from hp_dtensor.testing import run_ranks
 from hp_platform_mindspore import plugin, world
-from hp_platform_mindspore.ops.cpu_kernels.table import KERNELS as CPU_KERNELS
+from hp_platform_mindspore.ops.namespace import CPU_KERNELS
 from hp_platform_mindspore.ops.namespace import NATIVE_KERNELS as NATIVE
 from hp_platform_mindspore.platform_base import ASCEND, BFLOAT16_ON_CPU, CPU, choose_device
 from hp_platform_mindspore.tensor.memory import decode, encode, host_view

@@ -35,12 +35,12 @@ from hp_dtensor.rules.tables import rule_registry
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_platform_mindspore.ops.cpu_kernels import (
     creation,
+    nn,
     pointwise,
     products,
     reductions,
     scattering,
     shapes,
-    table,
 )
 from hp_platform_mindspore.ops.cpu_kernels.creation import Generator, random_operations
 from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
@@ -216,6 +216,47 @@ def _flash_mask() -> Tensor:
     return Tensor(np.triu(np.ones((_FLASH_MASK_SIZE, _FLASH_MASK_SIZE), np.bool_), 1))
 
 
+CPU_KERNELS: dict[str, Callable[..., Any]] = {
+    **creation.KERNELS,
+    **pointwise.KERNELS,
+    **shapes.KERNELS,
+    **reductions.KERNELS,
+    **products.KERNELS,
+    **nn.KERNELS,
+    **scattering.KERNELS,
+}
+"""By canonical name, on plain tensors, with torch's order of arguments."""
+
+_IMAGES = "index the windows and use matmul, sum or amax"
+_SORTED = "sort along the dimension and pick by position"
+NOT_COMPOSED: dict[str, str] = {
+    **{f"{kind}{n}d": _IMAGES for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for n in (1, 2, 3)},
+    **{f"adaptive_{kind}_pool{n}d": _IMAGES for kind in ("avg", "max") for n in (1, 2, 3)},
+    **dict.fromkeys(("im2col", "col2im"), _IMAGES),
+    "interpolate": "multiply each dimension by a matrix of weights",
+    **dict.fromkeys(("median", "nanmedian", "mode", "kthvalue", "quantile", "nanquantile"), _SORTED),
+    **dict.fromkeys(("cummax", "cummin"), "use amax or amin of slices"),
+    **dict.fromkeys(("scatter_reduce", "index_reduce"), "use scatter_add or index_add for sums"),
+    "index_copy": "use scatter",
+    "index_fill": "use masked_fill",
+    "unique_consecutive": "compare neighbours",
+}
+"""Operations with a sharding rule that MindSpore's CPU lacks and that are not composed; what to use instead."""
+
+
+def check_composed(name: str) -> None:
+    """Refuse an operation that has neither a kernel of MindSpore on CPU nor one here.
+
+    Raises:
+        CapabilityError: it is in `NOT_COMPOSED`.
+    """
+    if name in NOT_COMPOSED:
+        raise CapabilityError(
+            f"{name} of DTensors is not composed for MindSpore's CPU, which lacks kernels for it. Run it on Ascend, if "
+            f"MindSpore has it there, or on the torch platform; here, {NOT_COMPOSED[name]}"
+        )
+
+
 _OWN = """
     all any count_nonzero max min argmin prod norm std var cumprod roll tril triu einsum median kthvalue cummax cummin
     bitwise_not logaddexp scatter scatter_add index_add masked_select nonzero unique_consecutive conv1d conv2d conv3d
@@ -230,7 +271,7 @@ _ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS}
 }
 
 NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
-    **{name: kernel for name, kernel in table.KERNELS.items() if name not in _ON_HOST},
+    **{name: kernel for name, kernel in CPU_KERNELS.items() if name not in _ON_HOST},
     # Unlike that of the CPU, which reads host memory, it can be compiled by `mindspore.jit`.
     "cast": lambda x, dtype: x if x.dtype == dtype else x.astype(dtype),
     **{name: getattr(F, name, None) or getattr(mint, name) for name in _OWN.split()},
@@ -253,7 +294,7 @@ NATIVE_KERNELS: dict[str, Callable[..., Any]] = {
     "one_hot": F.one_hot,
     "scaled_dot_product_attention": _native_attention,
 }
-"""Kernels for Ascend by canonical name; `ops.cpu_kernels.table.KERNELS` are those for CPU."""
+"""Kernels for Ascend by canonical name; `CPU_KERNELS` are those for CPU."""
 
 
 _OF_MINT = """
@@ -356,7 +397,7 @@ class Operations:
     def __getattr__(self, name: str) -> Function:
         function = self._platform.operation(name)
         if function is None:
-            table.check_composed(name)
+            check_composed(name)
             raise CapabilityError(f"MindSpore has no operation {name!r} here")
         return function
 
@@ -394,7 +435,7 @@ def build_functions(platform: MindSporeBase, generator: Generator) -> dict[str, 
 
 def kernels_of(capabilities: Capabilities) -> dict[str, Function]:
     """Return all kernels on plain tensors by name; those without bfloat16 support compute bfloat16 in float32."""
-    kernels = NATIVE_KERNELS if capabilities.native_operations else table.KERNELS
+    kernels = NATIVE_KERNELS if capabilities.native_operations else CPU_KERNELS
     direct = capabilities.bfloat16_operations
     if direct is None:
         return kernels

@@ -20,8 +20,7 @@ from mindspore import Tensor
 
 from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels.empty import unless_empty
-from hp_platform_mindspore.ops.cpu_kernels.table import check_composed
-from hp_platform_mindspore.ops.namespace import FOUND, POINTWISE, dispatched, unwrapping
+from hp_platform_mindspore.ops.namespace import FOUND, POINTWISE, check_composed, dispatched, unwrapping
 from hp_platform_mindspore.ops.primitive_names import (
     WITHOUT_KERNEL,
     caller,
@@ -282,18 +281,6 @@ def _median(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
     return (find(args[0]), None) if primitive.global_median else find(args[0], primitive.axis, primitive.keep_dims)
 
 
-def _quantile(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    find = run.nanquantile if primitive.ignore_nan else run.quantile
-    # MindSpore's own constant for "no dimension given".
-    every_dim = 10000
-    return find(args[0], float(args[1]), None if primitive.dim == every_dim else primitive.dim, primitive.keep_dims)
-
-
-def _index_fill(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
-    x, dim, index, value = args
-    return run.index_fill(x, int(dim), index, value.item() if isinstance(value, Tensor) else value)
-
-
 def _resize(mode: str) -> Function:
     """Return a function for `ResizeBilinearV2` or `ResizeNearestNeighborV2` of `mindspore.ops.interpolate`."""
 
@@ -322,8 +309,6 @@ def _norm_over_axes(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 COMPOSED: dict[str, Function] = {
     "Median": _median,
-    "Quantile": _quantile,
-    "IndexFill": _index_fill,
     "KLDivLoss": lambda run, args, primitive: run.kl_div(*args, reduction=primitive.reduction),
     "ResizeBilinearV2": _resize("bilinear"),
     "ResizeNearestNeighborV2": _resize("nearest"),
