@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-import yaml
-
 from hp_trainer.exceptions import with_path
 
 if TYPE_CHECKING:
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
 
 # Upper bound of the files read here (settings, notes, templates), so that a wrong path cannot fill the memory.
 _MOST_BYTES = 256 << 20
-# Nodes within each other in a YAML text, far above those of any real file.
-DEEPEST_YAML = 50
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -65,37 +61,6 @@ def read_plain_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
     if size > most_bytes:
         raise OSError(errno.EINVAL, f"it has {size:,} bytes, more than the limit of {most_bytes:,}", str(path))
     return text
-
-
-class YamlLoader(yaml.SafeLoader):
-    """PyYAML's safe loader with a limit on the depth, because it takes quadratic time for nested brackets."""
-
-    def fetch_more_tokens(self) -> None:
-        """Scan the next token.
-
-        Raises:
-            RecursionError: the text is nested too deeply.
-        """
-        if self.flow_level + len(self.indents) > DEEPEST_YAML:
-            raise RecursionError(f"nested more than {DEEPEST_YAML} levels deep")
-        super().fetch_more_tokens()
-
-
-def read_yaml(path: Path) -> Any:
-    """Return the value of a YAML file, read by `read_plain_text`.
-
-    Raises:
-        OSError: see `read_plain_text`.
-        ValueError: it is not YAML in UTF-8, has a value that does not match its tag, or is nested too deeply.
-    """
-    text = read_plain_text(path)
-    try:
-        return yaml.load(text, YamlLoader)
-    except RecursionError as error:
-        raise ValueError(str(error)) from error
-    # PyYAML's constructors convert texts such as `2001-99-99` and `!!timestamp x` without checking them first.
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _refuse_other_kinds(path: Path, kind: str | None) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import yaml
 
-from hp_trainer._files import read_yaml, write_atomically
+from hp_trainer._files import write_atomically
 from hp_trainer.config import settings_by_path
+from hp_trainer.config.yaml_tree import read_yaml
 from hp_trainer.exceptions import ParallelDimsError, RunFolderError
 from hp_trainer.metrics import read_metrics
 from hp_trainer.metrics.pictures import draw_loads, draw_losses, loads_of, new_figure

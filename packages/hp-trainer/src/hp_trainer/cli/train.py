@@ -15,7 +15,6 @@ import click
 
 from hp_dtensor.launch import is_launched
 from hp_trainer._coordination import Interrupted
-from hp_trainer._files import read_yaml
 from hp_trainer.checkpoint import delete_leftovers, list_checkpoints, open_step, set_aside_newer
 from hp_trainer.cli.commands import Overrides, SettingsCommand, config_argument, run_argument
 from hp_trainer.cli.main import print_if_read
@@ -32,6 +31,7 @@ from hp_trainer.cli.shared import (
     resolved,
 )
 from hp_trainer.config import LoadedConfig, TrainerConfig
+from hp_trainer.config.yaml_tree import read_yaml
 from hp_trainer.exceptions import ConfigError, Problem
 from hp_trainer.launch import (
     check_new_run,

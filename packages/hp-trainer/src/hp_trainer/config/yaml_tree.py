@@ -1,4 +1,4 @@
-"""The parsed YAML: a tree in which each value has its file and line, before any schema is applied.
+"""Reading of YAML: plain values of any file, and a configuration's tree in which each value has its file and line.
 
 Environment variables (`${env:NAME}`, `${env:NAME:-default}`) are substituted while a text is parsed, included files
 (`include:`) are merged below the file that includes them, and overrides of the command line are inserted last.
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from hp_trainer._files import DEEPEST_YAML, YamlLoader, read_plain_text
+from hp_trainer._files import read_plain_text
 from hp_trainer.config.sections import Text
 from hp_trainer.exceptions import ConfigError, Problem
 
@@ -49,6 +49,41 @@ def _value(found: re.Match[str]) -> str:
     if value is None:
         raise UnsetVariableError(found["name"])
     return value
+
+
+# Nodes within each other in a YAML text, far above those of any real file.
+_MOST_LEVELS = 50
+
+
+class Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with a limit on the depth, because it takes quadratic time for nested brackets."""
+
+    def fetch_more_tokens(self) -> None:
+        """Scan the next token.
+
+        Raises:
+            RecursionError: the text is nested too deeply.
+        """
+        if self.flow_level + len(self.indents) > _MOST_LEVELS:
+            raise RecursionError(f"nested more than {_MOST_LEVELS} levels deep")
+        super().fetch_more_tokens()
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value of a YAML file, read by `read_plain_text`.
+
+    Raises:
+        OSError: see `read_plain_text`.
+        ValueError: it is not YAML in UTF-8, has a value that does not match its tag, or is nested too deeply.
+    """
+    text = read_plain_text(path)
+    try:
+        return yaml.load(text, Loader)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    # PyYAML's constructors convert texts such as `2001-99-99` and `!!timestamp x` without checking them first.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 _TAG = "tag:yaml.org,2002:"
@@ -158,7 +193,7 @@ def parse_yaml(
         return None, [Problem(path="", what=what, expected="a configuration", got=f"{len(text):,}", source=source)]
     try:
         # Nodes instead of values, because they have line numbers and the original text.
-        node = yaml.compose(text, Loader=YamlLoader)
+        node = yaml.compose(text, Loader=Loader)
     except RecursionError as error:
         return None, [Problem(path="", what=str(error), source=source)]
     except yaml.MarkedYAMLError as error:
@@ -199,8 +234,8 @@ class _Builder:
             return Scalar("", "null", where)
         # Aliased nodes are built and counted at each use.
         self._num_values += 1
-        if len(self._open) >= DEEPEST_YAML:
-            raise _TooLargeError(f"nested more than {DEEPEST_YAML} levels deep")
+        if len(self._open) >= _MOST_LEVELS:
+            raise _TooLargeError(f"nested more than {_MOST_LEVELS} levels deep")
         if self._num_values > _MOST_VALUES:
             raise _TooLargeError(f"more than {_MOST_VALUES:,} values, counting each use of an alias (*name)")
         self._open.add(id(node))

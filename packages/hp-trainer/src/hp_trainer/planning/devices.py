@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from hp_dtensor.comm.links import Links
-from hp_trainer._files import read_yaml
+from hp_trainer.config.yaml_tree import read_yaml
 from hp_trainer.exceptions import PlanError
 from hp_trainer.launch.examination import FILE_FORMAT, block_options
 from hp_trainer.models.estimates import MicroBatchShape
