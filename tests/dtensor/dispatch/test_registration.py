@@ -297,6 +297,16 @@ def test_a_write_that_would_be_lost_is_refused(hp_platform: Platform) -> None:
         with pytest.raises(ShardingRuleError, match=r"doubled writes its argument 'x', which its rule .* redistribute"):
             doubled(x.redistribute(placements=[Shard(1)]))
 
+        @sharding_rule("b, a b -> a b")
+        def scaled(x: Any, y: Any) -> Any:
+            return hp_platform.ops.mul(y, hp_platform.own_function("mul_")(x, 2.0))
+
+        # A sum and its terms have the same shape on a rank. Ranks use the sum with different rows.
+        terms = DTensor.from_local(hp_platform.from_numpy(np.ones(3, np.float32)), x.device_mesh, [Partial()])
+        with pytest.raises(ShardingRuleError, match=r"scaled writes its argument 'x', which its rule .* redistribute"):
+            scaled(terms, x)
+        np.testing.assert_array_equal(hp_platform.to_numpy(scaled(terms.redistribute(), x).full_tensor()), 8.0)
+
     run_ranks(rank, 2, hp_platform)
 
 

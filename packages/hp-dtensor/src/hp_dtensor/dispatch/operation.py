@@ -299,10 +299,18 @@ def run(
     operation: Operation, platform: Platform, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Run a call of `operation`, as `dispatch` does after it has looked the operation up."""
+    plan, args, kwargs = planned(operation, platform, args, kwargs)
+    return plan.run(func, args, kwargs)
+
+
+def planned(
+    operation: Operation, platform: Platform, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Plan, tuple[Any, ...], Mapping[str, Any]]:
+    """Return the plan of a call and the arguments to run it with."""
     # Before the key is made: operands that are converted to DTensors enter it as their specs.
     if implicit_replication.replication_region.has(operation.name):
         args, kwargs = implicit_replication.with_replicated_operands(platform, operation.name, args, kwargs)
     # Lists of positions become DTensors, of which the key holds specs and not values.
     if operation.indexes:
         args = with_positions(args)
-    return operation.plan_for(platform, args, kwargs).run(func, args, kwargs)
+    return operation.plan_for(platform, args, kwargs), args, kwargs

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from hp_dtensor.dispatch.arguments import Location, locate_tensors
-from hp_dtensor.dispatch.operation import dispatch, register_sharding_function
-from hp_dtensor.dispatch.plan import ShardingFunction
+from hp_dtensor.dispatch.operation import operation_of, planned, register_sharding_function
+from hp_dtensor.dispatch.plan import LocalPlan, ShardingFunction
 from hp_dtensor.exceptions import ShardingRuleError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.rules.notation import Notation
@@ -99,16 +99,18 @@ class _RegisteredFunction:
             self.is_registered = True
         platform = located[0][1].device_mesh.platform
         self._check_depth(args, kwargs)
-        originals = dict(located)
+        plan, args, kwargs = planned(operation_of(platform, self.name), platform, args, kwargs)
+        changes = plan.redistributions if isinstance(plan, LocalPlan) else ()
+        moved = [change.location for change in changes if change.target is not None]
 
         def local(*args: Any, **kwargs: Any) -> Any:
             given = map_tensors((args, kwargs), DTensor, platform.unwrap)
-            moved = _moved(originals, (args, kwargs), given)
+            copies = [_at(given, location) for location in moved]
             # A redistributed argument is a copy, so a write by the function would be lost. The version counter shows
             # writes; where a framework has none, `version` is constant and such writes are not noticed.
-            versions = [platform.version(x) for x in moved.values()]
+            versions = list(map(platform.version, copies))
             result = self.function(*given[0], **given[1])
-            for (location, x), version in zip(moved.items(), versions, strict=True):
+            for location, x, version in zip(moved, copies, versions, strict=True):
                 if platform.version(x) != version:
                     raise ShardingRuleError(
                         f"{self.name} writes its argument {self._shown(location[0])}, which its rule "
@@ -118,7 +120,7 @@ class _RegisteredFunction:
             self._check_results(result, platform)
             return result
 
-        return dispatch(platform, self.name, local, args, kwargs)
+        return plan.run(local, args, kwargs)
 
     def _check_depth(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise for DTensors that the rule does not see, because they are nested deeper than in one list."""
@@ -145,16 +147,6 @@ class _RegisteredFunction:
             return repr(place)
         names = [p.name for p in _registration(self.function, self.notation).parameters]
         return repr(names[place]) if place < len(names) else str(place)
-
-
-def _moved(originals: Mapping[Location, Any], placed: Any, given: Any) -> dict[Location, Any]:
-    """Return location -> local tensor of the arguments that were redistributed, and so are not the caller's."""
-    found = {}
-    for location, original in originals.items():
-        x, local = _at(placed, location), _at(given, location)
-        if x is not original and (isinstance(x, DTensor) or tuple(local.shape) != original.spec.local_shape):
-            found[location] = local
-    return found
 
 
 def _at(arguments: tuple[Sequence[Any], Mapping[str, Any]], location: Location) -> Any:
