@@ -61,7 +61,19 @@ def test_messages_take_turns_through_the_outbox(monkeypatch):
     start = offset_once_taken()
     assert [offset_once_taken() - start for _ in range(4)] == [2**12, 0, 2**12, 0]
     (kept,) = first.put(x, [1])
-    assert [offset_once_taken() - kept.offset for _ in range(2)] == [-(2**12), 2**12], "it goes past one in use"
+    assert [offset_once_taken() - kept.offset for _ in range(2)] == [-(2**12)] * 2, "it goes past one in use"
+    first.put(x, [1])
+    assert offset_once_taken() - kept.offset == 2**12, "it goes on where all turns are in use"
+
+
+def test_large_messages_stay_within_the_turns(monkeypatch):
+    monkeypatch.setattr(shared_memory, "ROTATION_BYTES", 2**13)
+    first, second = pair()
+    x, places = torch.ones(3 * 2**9), []
+    for _ in range(3):
+        places += first.put(x, [1])
+        second.take(x, places[-1], 0)
+    assert places[0].offset == places[1].offset == places[2].offset
 
 
 def test_what_does_not_fit_has_no_place(monkeypatch):

@@ -43,7 +43,7 @@ OUTBOX_BYTES = 2**26
 """Bytes of a rank's messages that receivers have not copied out. Pages that no message has used take no memory."""
 
 ROTATION_BYTES = 2**25
-"""Messages start within this much of the outbox if they fit: more than a cache, and far less memory than the outbox."""
+"""Messages are within this much of the outbox if they fit there: more than a cache, and half of the outbox."""
 
 SMALLEST_BYTES = 2**19
 """Smaller messages are sent over gloo, which is as fast up to about this size."""
@@ -204,18 +204,19 @@ class _Outbox:
                 flags[slot] = 1
             block = _Block(start, _aligned(start + num_bytes), slots)
             bisect.insort(self._blocks, block)
-            self._next = block.end if block.end < self._first + ROTATION_BYTES else self._first
+            self._next = block.end
         ctypes.memmove(self._mapping.address + start, address, num_bytes)
         return [Place(slot, start) for slot in slots]
 
     def _find_gap(self, num_bytes: int) -> int | None:
         """Return the start of the first gap that fits after the last message, or else of the first one of all."""
-        for start in (self._next, self._first):
+        turn = min(self._first + ROTATION_BYTES, self._end)
+        for start, end in ((self._next, turn), (self._first, turn), (self._first, self._end)):
             for block in self._blocks:
                 if block.start - start >= num_bytes:
                     break
                 start = max(start, block.end)
-            if start + num_bytes <= self._end:
+            if start + num_bytes <= end:
                 return start
         return None
 
