@@ -356,6 +356,15 @@ def test_later_calls_check_what_the_first_one_does():
     on_ranks(program)
 
 
+def test_objects_of_a_subclass_have_local_data(mesh):
+    class Named(TorchDTensor):
+        pass
+
+    x = sharded(mesh)
+    x.__class__ = Named
+    assert type(x.to_local()) is torch.Tensor
+
+
 # Gradients -----------------------------------------------------------------------------------------------
 
 

@@ -475,10 +475,10 @@ def wrap_in_place(result: Tensor, spec: TensorSpec) -> TorchDTensor:
 
 def unwrap(x: Tensor) -> Tensor:
     """Return the local data of a DTensor as a plain tensor; a plain tensor is returned unchanged."""
-    if type(x) is TorchDTensor:
+    # Reading an attribute of a pending one waits for its data.
+    if type(x) is TorchDTensor or (isinstance(x, TorchDTensor) and x._spec is not None):
         return run_locally(_as_subclass, (), (x, Tensor))
-    # Reading an attribute of a pending one waits for its data, and makes it a `TorchDTensor`.
-    return unwrap(x) if isinstance(x, TorchDTensor) and x._spec is not None else x
+    return x
 
 
 def wrap_gradient(spec: TensorSpec, local: Tensor) -> TorchDTensor:
