@@ -171,6 +171,10 @@ NOT_COMPOSED = {
     "adaptive_avg_pool2d": (lambda: lambda x: mint.nn.functional.adaptive_avg_pool2d(x, 2), (1, 2, 4, 4)),
     "interpolate": (lambda: lambda x: mint.nn.functional.interpolate(x, (8, 8), mode="bilinear"), (1, 2, 4, 4)),
     "median": (lambda: lambda x: mint.median(x, 1), (2, 3)),
+    "avg_pool2d": (lambda: nn.AvgPool2d(3, 2, pad_mode="same"), (1, 2, 4, 4)),
+    "adaptive_max_pool1d": (lambda: mint.nn.AdaptiveMaxPool1d(2), (2, 4)),
+    "index_fill_": (lambda: lambda x: x.index_fill_(0, x[:, 0].astype(ms.int64), 3.0), (1, 2)),
+    "index_copy_": (lambda: lambda x: x.index_copy_(0, x[:, 0].astype(ms.int64), x), (1, 2)),
 }
 
 

@@ -379,6 +379,7 @@ IMAGE = np.arange(2 * 4 * 5 * 4, dtype=np.float32).reshape(2, 4, 5, 4) / 50 - 1
 WEIGHT = np.arange(4 * 4 * 3 * 3, dtype=np.float32).reshape(4, 4, 3, 3) / 50 - 1
 BIAS = np.array([1, -2, 3, 5], np.float32)
 IDS, ROWS = np.array([1, 1, 0]), IMAGE[[0, 1, 1]] * 3
+IDS_OF_ROWS = np.tile(IDS[:, None, None, None], (1, 4, 5, 4))
 
 
 def _cell(cell, **parameters):
@@ -426,6 +427,17 @@ FORMS = {
         _with(lambda x: mint.argsort(x, 1, True)), lambda f, x: f("argsort")(x, 1, descending=True), ()),
     "index_put that adds": (_with(lambda x, i, y: x.index_put((i,), y, accumulate=True), IDS, ROWS),
                             lambda f, x, i, y: f("index_add")(x, 0, i, y), (IDS, ROWS)),
+    "scatter_ that adds": (_with(lambda x, i, y: (x * 1).scatter_(0, i, y, reduce="add"), IDS_OF_ROWS, ROWS),
+                           lambda f, x, i, y: f("scatter_add")(x, 0, i, y), (IDS_OF_ROWS, ROWS)),
+    "scatter_ that adds a number": (_with(lambda x, i: (x * 1).scatter_(0, i, 2.0, reduce="add"), IDS_OF_ROWS),
+                                    lambda f, x, i: f("scatter_add")(x, 0, i, i.astype(ms.float32) * 0 + 2),
+                                    (IDS_OF_ROWS,)),
+    "scatter by keyword": (_with(lambda x, i, y: x.scatter(dim=0, index=i, src=y), IDS_OF_ROWS[:2], ROWS),
+                           lambda f, x, i, y: f("scatter")(x, 0, i, y), (IDS_OF_ROWS[:2], ROWS)),
+    "squeeze by keyword": (_with(lambda x: x[:1, :, :1].squeeze(axis=2)), lambda f, x: x[:1, :, 0], ()),
+    "permute by keyword": (_with(lambda x: x.permute(dims=(1, 2, 0, 3))), lambda f, x: x.permute(1, 2, 0, 3), ()),
+    "reshape by keyword": (_with(lambda x: x.reshape(shape=(8, 20))), lambda f, x: x.reshape(8, 20), ()),
+    "expand_as by keyword": (_with(lambda x: x[:1].expand_as(other=x)), lambda f, x: x[:1].expand_as(x), ()),
     "mint group_norm alone": (_with(lambda x: F.group_norm(x, 2)), lambda f, x: f("group_norm")(x, 2), ()),
     "ops group_norm with a weight": (_with(lambda x, w: ops.group_norm(x, 2, w), BIAS),
                                      lambda f, x, w: f("group_norm")(x, 2, w), (BIAS,)),

@@ -248,12 +248,13 @@ def check_composed(name: str) -> None:
     """Refuse an operation that has neither a kernel of MindSpore on CPU nor one here.
 
     Raises:
-        CapabilityError: it is in `NOT_COMPOSED`.
+        CapabilityError: it is in `NOT_COMPOSED`, or the in-place form of one there.
     """
-    if name in NOT_COMPOSED:
+    # In-place forms are made of the operations.
+    if (instead := NOT_COMPOSED.get(name.removesuffix("_"))) is not None:
         raise CapabilityError(
             f"{name} of DTensors is not composed for MindSpore's CPU, which lacks kernels for it. Run it on Ascend, if "
-            f"MindSpore has it there, or on the torch platform; here, {NOT_COMPOSED[name]}"
+            f"MindSpore has it there, or on the torch platform; here, {instead}"
         )
 
 

@@ -87,10 +87,11 @@ def topk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def shape_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Convert `x.reshape(2, 3)` to `reshape(x, (2, 3))`."""
-    if len(args) == 2 and isinstance(args[1], (list, tuple)):
-        return (args[0], tuple(args[1])), {}
-    return (args[0], tuple(args[1:])), {}
+    """Convert `x.reshape(2, 3)` and `x.reshape(shape=(2, 3))` to `reshape(x, (2, 3))`."""
+    x, *given = (*args, *kwargs.values())
+    if len(given) == 1 and isinstance(given[0], (list, tuple)):
+        (given,) = given
+    return (x, tuple(given)), {}
 
 
 def permute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -100,7 +101,7 @@ def permute(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def squeeze(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    x, dim = args[0], args[1] if len(args) > 1 else ()
+    x, dim = (*args, *kwargs.values(), ())[:2]
     if dim in ((), [], None):
         # Without dimensions MindSpore squeezes all of one element; the rule takes them by number.
         dim = tuple(i for i, size in enumerate(x.shape) if size == 1)
@@ -303,18 +304,23 @@ def index_add(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Convert the reduction from a number, and pass a source that is a number as `value`."""
-    x, dim, index, src, *rest = args
-    reduce = rest[0] if rest else 0
+    # Methods pass any of them by name.
+    given = dict(zip(("dim", "index", "src", "reduce"), args[1:], strict=False)) | kwargs
+    src, reduce = given.get("src", given.get("value")), given.get("reduce", 0)
     how = {} if reduce in (0, "none") else {"reduce": {1: "add", 2: "multiply"}.get(reduce, reduce)}
     if isinstance(src, Tensor):
-        return (x, dim, index, src), how
-    return (x, dim, index), {"value": src, **how}
+        return (args[0], given["dim"], given["index"], src), how
+    return (args[0], given["dim"], given["index"]), {"value": src, **how}
 
 
 def cross_entropy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     x, target, weight, reduction, ignore_index, smoothing, *_ = args
     options = {"reduction": _REDUCTIONS[reduction], "ignore_index": ignore_index, "label_smoothing": smoothing}
     return (x, target), options if weight is None else {"weight": weight, **options}
+
+
+def copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    return (*args, kwargs["src"])[:2] if "src" in kwargs else args[:2], {}
 
 
 def all_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -529,7 +535,7 @@ ADAPTED: dict[str, tuple[str, Adapter]] = {
 }
 
 WRITING: dict[str, tuple[str, Adapter]] = {
-    "InplaceCopy": ("copy_", all_arguments),
+    "InplaceCopy": ("copy_", copied),
     "Assign": ("copy_", first_two),
     "AssignAdd": ("add_", first_two),
     "AssignSub": ("sub_", first_two),

@@ -58,7 +58,9 @@ def call_primitive(platform: MindSporeBase, func: Any, args: tuple[Any, ...], kw
     composed = COMPOSED.get(func.name)
     if composed is not None:
         primitive, given = (args[0], args[2]) if is_older_kind(args) else (None, args)
-        return composed(platform.operations, tuple(given), primitive)
+        if len(kwargs) > 1:
+            raise TypeError(f"{func.name} of DTensors takes {', '.join(kwargs)} by position only")
+        return composed(platform.operations, (*given, *kwargs.values()), primitive)
     name, (given, named) = canonical(func.name, args, kwargs)
     # Redistributes the source, which no sharding rule does.
     if name == "copy_":
@@ -134,10 +136,11 @@ def _padded_max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
 
 def _unpadded_avg_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
     """Run `AvgPool`, of `mindspore.nn.AvgPool2d`, without padding."""
+    pool = run.avg_pool2d  # refused on CPU, whatever the padding
     if str(primitive.pad_mode).lower() not in ("valid", "2"):
         raise TypeError(f"avg pooling of DTensors with pad_mode {primitive.pad_mode!r}: use mint.nn.functional")
     kernel, stride = tuple(primitive.kernel_size)[-2:], tuple(primitive.strides)[-2:]
-    return run.avg_pool2d(args[0], kernel, stride)
+    return pool(args[0], kernel, stride)
 
 
 def _batch_norm(run: Any, args: tuple[Any, ...], primitive: Any) -> tuple[Any, ...]:
@@ -154,9 +157,8 @@ def _dropout(name: str) -> Function:
     return lambda run, args, primitive: (getattr(run, name)(args[0], 1.0 - primitive.keep_prob, True), None)
 
 
-def _adaptive_max_pool(run: Any, args: tuple[Any, ...], primitive: Any) -> Any:
-    count = args[0].ndim - 2
-    return getattr(run, f"adaptive_max_pool{count}d")(args[0], args[1], True)
+def _adaptive_max_pool(name: str) -> Function:
+    return lambda run, args, primitive: getattr(run, name)(args[0], args[1], True)
 
 
 def _diagonal_matrix(run: Any, args: tuple[Any, ...], primitive: Any) -> Tensor:
@@ -339,8 +341,8 @@ COMPOSED: dict[str, Function] = {
     "Dropout": _dropout("dropout"),
     "Dropout2D": _dropout("dropout2d"),
     "Dropout3D": _dropout("dropout3d"),
-    "AdaptiveMaxPool1D": _adaptive_max_pool,
-    "AdaptiveMaxPool2D": _adaptive_max_pool,
+    "AdaptiveMaxPool1D": _adaptive_max_pool("adaptive_max_pool1d"),
+    "AdaptiveMaxPool2D": _adaptive_max_pool("adaptive_max_pool2d"),
     "PixelShuffle": lambda run, args, primitive: run.pixel_shuffle(*args),
     "DiagExt": _diagonal_matrix,
     "TraceExt": lambda run, args, primitive: run.sum(run.diagonal(args[0], 0, 0, 1)),

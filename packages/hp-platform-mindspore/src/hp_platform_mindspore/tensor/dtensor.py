@@ -176,7 +176,7 @@ class MindSporeDTensor(DTensor, Tensor):
     fill = _refused("fill", "fill_ or mint.full_like")
     # On CPU these mean something else than on Ascend, and than those of `ops`.
     std = _refused("std", "mint.std, which has an explicit correction")
-    median = _refused("median", "mint.median")
+    median = _refused("median", "mint.median on Ascend, mint.sort on CPU")
     isreal = _refused("isreal", "mint.ones_like")
     set_ = _refused("set_", "copy_")
 

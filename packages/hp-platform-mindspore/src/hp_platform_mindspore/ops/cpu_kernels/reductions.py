@@ -1,6 +1,6 @@
-"""Reductions over dimensions, cumulative operations, and order statistics: sums, norms, sorting, medians, quantiles.
+"""Reductions over dimensions, cumulative operations and sorting: sums, norms, largest and smallest values.
 
-For order statistics NumPy finds the indices on the host, where the order of equal elements is defined. A differentiable
+For sorting NumPy finds the indices on the host, where the order of equal elements is defined. A differentiable
 gather then selects the values, so indices need no gradient.
 """
 

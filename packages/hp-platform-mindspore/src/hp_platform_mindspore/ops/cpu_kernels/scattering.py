@@ -65,12 +65,17 @@ def _added(x: Tensor, places: Array, values: Tensor) -> Tensor:
 
 
 def scatter(x: Tensor, dim: int, index: Tensor, src: Any = None, *, value: Any = None, reduce: Any = None) -> Tensor:
-    if reduce is not None:
-        raise CapabilityError(f"scatter with reduce={reduce!r} is not composed on MindSpore's CPU; use scatter_add")
-    places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
+    if reduce not in (None, "add"):
+        raise CapabilityError(
+            f"scatter with reduce={reduce!r} is not composed for MindSpore's CPU, only 'add' is; run it on the torch "
+            "platform"
+        )
     given = value if src is None else src
     if not isinstance(given, Tensor):
         given = creation.full(index.shape, given, x.dtype)
+    if reduce == "add":
+        return scatter_add(x, dim, index, given)
+    places = _along(tuple(x.shape), dim % x.ndim, numbers(index))
     return _replaced(x, places, _leading(given, places.shape))
 
 
