@@ -189,6 +189,27 @@ def test_of_many_jobs_that_find_a_stale_lock_at_once_one_gets_the_run(tmp_path: 
     held[0].release()
 
 
+def test_a_folder_that_is_deleted_meanwhile_is_an_error(tmp_path: Path) -> None:
+    """Of two jobs that start in one new folder, one may fail and remove it before the other one has its lock."""
+    with pytest.raises(FileNotFoundError, match=r"gone/lock\.json"):
+        RunLock(tmp_path / "gone").acquire()
+
+
+def test_a_job_whose_temporary_file_is_swept_tries_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, links = os.link, []
+
+    def swept(source: Path, target: Path) -> None:
+        links.append(source)
+        if len(links) == 1:
+            RunFolder(tmp_path).sweep()
+        link(source, target)
+
+    monkeypatch.setattr(lock.os, "link", swept)
+    with RunLock(tmp_path) as held:
+        check_owner(tmp_path, held.nonce)
+    assert len(links) == 2
+
+
 def truncated(text: str) -> str:
     return text[:-5]
 
@@ -202,7 +223,7 @@ def test_a_damaged_lock_is_told_with_what_to_do(tmp_path: Path, damage: Callable
     write_lock(tmp_path, elsewhere())
     path = tmp_path / "lock.json"
     path.write_text(damage(path.read_text()))
-    with pytest.raises(RunFolderError, match=r"lock.json is damaged; delete it if no job trains this run"):
+    with pytest.raises(RunFolderError, match=r"lock.json is damaged.*; delete it if no job trains this run"):
         RunLock(tmp_path).acquire()
 
 

@@ -144,8 +144,12 @@ class RunLock:
         holder = Holder.this_process()
         try:
             write_new(self.path, json.dumps(asdict(holder)))
-        except (FileExistsError, FileNotFoundError):
-            # Another job has the lock, or has just deleted our temporary file as a leftover.
+        except FileExistsError:
+            return False
+        except FileNotFoundError:
+            # Another job, which has the lock, has deleted our temporary file as a leftover; or the folder is gone.
+            if not self._folder.is_dir():
+                raise
             return False
         self._holder = holder
         return True
@@ -223,7 +227,7 @@ def read_holder(folder: Path) -> Holder | None:
         if not path.exists():
             return None
         time.sleep(0.02)
-    raise RunFolderError(f"{path} is damaged; delete it if no job trains this run")
+    raise RunFolderError(f"{path} is damaged, or of another version of hp-trainer; delete it if no job trains this run")
 
 
 def check_owner(folder: Path, nonce: str) -> None:
