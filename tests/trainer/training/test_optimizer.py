@@ -55,12 +55,12 @@ def copies(hp_platform, monkeypatch):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_losses_weights_and_saved_state_are_bitwise_the_same(lab, copies, name):
     degrees = {"dp_shard": 2, "tp": 2}
-    # The checkpoint after the third step, and one step after it.
-    settings = {"training__steps": 4, **OPTIMIZERS[name]}
+    # Two steps after the checkpoint: weights that the loaded state has updated show in the loss of the second.
+    settings = {"training__steps": 5, **OPTIMIZERS[name]}
     plain = lab.run("plain", degrees, 4, **settings)
     assert not copies["to device"]
     away = lab.run("away", degrees, 4, training__offload_optimizer="true", **settings)
-    assert len(copies["to device"]) > 4 * 4
+    assert len(copies["to device"]) > 5 * 4
     assert losses(away) == losses(plain)
     expected, found = tensors(plain), tensors(away)
     assert found.keys() == expected.keys()
