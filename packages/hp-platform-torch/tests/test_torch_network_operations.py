@@ -83,6 +83,32 @@ def test_losses_over_positions_with_every_option(name: str, placement: Any) -> N
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_distance_of_the_users_has_weights_of_its_own(reduction: str, placement: Any) -> None:
+    """It must compute with all of a sharded weight, and with distances along full vectors."""
+    triplet, weight = torch.randn(3, 6, 4).unbind(), torch.randn(4, 4, requires_grad=True)
+
+    def loss(weight: Any, *triplet: Any, **options: Any) -> Any:
+        return F.triplet_margin_with_distance_loss(
+            *triplet, distance_function=lambda x, y: ((x - y) @ weight).norm(dim=-1), reduction=reduction, **options
+        )
+
+    expected = loss(weight, *triplet, swap=True)
+    expected.sum().backward()
+
+    def program(mesh: DeviceMesh) -> list[Tensor]:
+        weight_ = shard(weight.detach(), mesh, placement).requires_grad_()
+        found = loss(weight_, *[shard(x, mesh) for x in triplet], swap=True)
+        found.sum().backward()
+        with pytest.raises(ValueError, match="margin must be greater than 0, got 0"):
+            loss(weight_, *[shard(x, mesh) for x in triplet], margin=0)
+        return [found.full_tensor().detach(), weight_.grad.full_tensor()]
+
+    for got, wanted in zip(on_two_ranks(program), (expected.detach(), weight.grad), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_targets_outside_the_classes_fail_as_on_one_device() -> None:
     def program(mesh: DeviceMesh) -> str:
         targets = shard(torch.tensor([0, 7]), mesh, Replicate())

@@ -56,8 +56,7 @@ REPLICATED_OPERATIONS = """
     max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d meshgrid msort multi_margin_loss
     multilabel_margin_loss multilabel_soft_margin_loss native_group_norm native_layer_norm nonzero_static ormqr
     pdist pinverse poisson_nll_loss put qr renorm rot90 segment_reduce select_scatter slice_scatter slogdet stft
-    sum_to_size svd take trapezoid trapz triangular_solve triplet_margin_loss triplet_margin_with_distance_loss
-    unravel_index
+    sum_to_size svd take trapezoid trapz triangular_solve triplet_margin_loss unravel_index
 """
 
 

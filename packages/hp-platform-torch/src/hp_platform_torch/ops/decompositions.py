@@ -231,6 +231,29 @@ def _to_kind(kind: str) -> Callable[..., Any]:
     return moved
 
 
+def _triplet_margin_with_distance_loss(
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    *,
+    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
+    margin: float = 1.0,
+    swap: bool = False,
+    reduction: str = "mean",
+) -> Tensor:
+    """Compute torch's loss with distances of DTensors: the function may have DTensors of its own, such as weights."""
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    if margin <= 0:
+        raise ValueError(f"margin must be greater than 0, got {margin}")
+    distance = distance_function or F.pairwise_distance
+    near, far = distance(anchor, positive), distance(anchor, negative)
+    if swap:
+        far = torch.minimum(far, distance(positive, negative))
+    loss = (margin + near - far).clamp_min(0)
+    return loss if reduction == "none" else getattr(loss, reduction)()
+
+
 _BY_NAME: dict[str, Callable[..., Any]] = {
     "__contains__": lambda x, element: bool((x == element).any()),
     "__reversed__": lambda x: x.flip(0) if x.dim() else x,
@@ -268,6 +291,7 @@ _BY_NAME: dict[str, Callable[..., Any]] = {
     "gumbel_softmax": _gumbel_softmax,
     "normalize": lambda input, p=2.0, dim=1, eps=1e-12: input / input.norm(p, dim, keepdim=True).clamp_min(eps),
     "cosine_similarity": _cosine_similarity,
+    "triplet_margin_with_distance_loss": _triplet_margin_with_distance_loss,
     "pairwise_distance": lambda x1, x2, p=2.0, eps=1e-6, keepdim=False: (x1 - x2 + eps).norm(p, -1, keepdim),
     "pixel_shuffle": _pixel_shuffle,
     "pixel_unshuffle": _pixel_unshuffle,
