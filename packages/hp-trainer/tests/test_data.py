@@ -250,6 +250,19 @@ def test_a_description_cannot_point_outside_its_folder(texts: Path, tmp_path: Pa
         Corpus(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [{"dtype": "object"}, {"dtype": "x"}, {"dtype": "uint16"}, {"tokens": 12}, {"tokens": 2**70}, {"documents": 1}],
+    ids=str,
+)
+def test_dtype_and_lengths_of_a_description_are_those_of_its_files(texts: Path, tmp_path: Path, changed) -> None:
+    build_corpus(tmp_path / "c", documents(texts), origin="here")
+    path = tmp_path / "c" / "corpus.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(DataError, match="is damaged"):
+        Corpus(tmp_path / "c")
+
+
 def test_builders_that_race_leave_one_whole_corpus(texts: Path, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from hp_trainer.data import TextDataConfig, TextSource\n"

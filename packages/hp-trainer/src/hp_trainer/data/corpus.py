@@ -22,10 +22,10 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from hp_trainer._coordination import report
 from hp_trainer._files import mismatch, write_atomically
@@ -199,7 +199,7 @@ class CorpusInfo:
     tokens: int
     documents: int
     origin: str
-    dtype: str
+    dtype: Annotated[str, Field(pattern=r"^uint(8|16|32|64)$")]
     vocab_size: int
     files: Mapping[str, CorpusFile]
     format: int = _FORMAT
@@ -393,6 +393,11 @@ def _parse_info(text: bytes) -> CorpusInfo | None:
     # A description may be forged or damaged: names must not leave the folder, and digests must cover every byte.
     sound = info.format == _FORMAT and info.tokens > 0 and {"tokens", "ends"} <= info.files.keys() <= _DTYPES.keys()
     sound = sound and all(Path(file.name).name == file.name and file.is_covered for file in info.files.values())
+    lengths = {"tokens": info.tokens, "ends": info.documents, "taken": info.tokens}
+    sound = sound and all(
+        file.bytes == lengths[name] * np.dtype(_DTYPES[name] or info.dtype).itemsize
+        for name, file in info.files.items()
+    )
     return info if sound else None
 
 
