@@ -290,6 +290,22 @@ class Pair(torch.nn.Module):
         return Overlap.apply(self.x, self.y)
 
 
+def test_a_gradient_is_written_while_a_graph_saves_another_one(hp_platform):
+    """Gradients are parts of one buffer, each with a version counter of its own."""
+
+    def rank():
+        net = shard_net(hp_platform, Net())
+        (net(batch(current_world(hp_platform).rank)) ** 2).mean().backward()
+        scale = torch.ones((), requires_grad=True)
+        weight, bias = (x.grad.to_local() for x in net.blocks[0].down.parameters())
+        saving = (weight * scale).sum()
+        bias.mul_(2)
+        saving.backward()
+        torch.testing.assert_close(scale.grad, weight.sum())
+
+    run_ranks(rank, 2, hp_platform)
+
+
 def test_a_gradient_may_lie_in_the_memory_of_a_parameter(hp_platform):
     def rank():
         mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
