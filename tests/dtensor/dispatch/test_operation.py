@@ -134,6 +134,8 @@ def _meshes(platform: Platform) -> Iterator[Case]:
     yield lambda: outside.full_tensor(), "MeshError", "full_tensor: rank . is outside mesh"
     yield lambda: half.get_group(), "MeshError", "rank . is outside mesh"
     yield lambda: platform.ops.argmax(outside, 1), "MeshError", "argmax: rank . is outside mesh .* Call it where"
+    ids = distribute_tensor(platform.from_numpy(np.ones(4, np.int64)), half, (S0,), src_data_rank=None)
+    yield lambda: platform.ops.bincount(ids, 2), "MeshError", "bincount: it runs on full operands, .* Call it where"
     yield lambda: DeviceMesh("cpu", (3, 2), platform=platform), "MeshError", "6 ranks, the world only 4"
     yield lambda: init_device_mesh("cpu", (8,), platform=platform), "MeshError", "8 ranks, the world only 4"
     yield lambda: init_device_mesh("cpu", (2,), platform=platform), "MeshError", "has 2 ranks, the world has 4"

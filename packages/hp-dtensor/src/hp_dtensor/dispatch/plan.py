@@ -406,6 +406,11 @@ class ReplicatedPlan(Plan):
             raise ShardingRuleError(
                 f"{self.refusal} It works in place, which implicit_replication cannot do on gathered operands."
             )
+        if mesh.get_coordinate() is None:
+            raise MeshError(
+                f"{self.operation}: it runs on full operands, and rank {mesh.world.rank} is outside mesh "
+                f"{mesh.describe()} and holds nothing. Call it where mesh.get_coordinate() is not None."
+            )
         full_args, full_kwargs = self._full(args), {key: self._full(value) for key, value in kwargs.items()}
         with self.platform.local_op():
             result = func(*full_args, **full_kwargs)
