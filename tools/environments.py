@@ -199,12 +199,12 @@ def site_packages(folder: str | os.PathLike[str]) -> Path:
 
 
 def _copy_commands(source: Path, target: Path) -> None:
-    """Copy the commands of the environment in `source`, adapted to the interpreter in `target`."""
+    """Copy the commands of the environment in `source` that `target` lacks, adapted to the interpreter there."""
     for command in source.iterdir():
         content = command.read_bytes()
         first, separator, rest = content.partition(b"\n")
-        if first == b"#!" + os.fsencode(source / "python"):
-            own = target / command.name
+        own = target / command.name
+        if first == b"#!" + os.fsencode(source / "python") and not own.exists():
             own.write_bytes(b"#!" + os.fsencode(target / "python") + separator + rest)
             own.chmod(0o755)
 

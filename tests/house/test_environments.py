@@ -97,6 +97,19 @@ def test_a_shared_command_runs_with_the_own_interpreter(tmp_path):
     assert done.stdout.strip() == str(tmp_path / "target")
 
 
+def test_a_command_of_its_own_is_not_replaced_by_a_shared_one(tmp_path, monkeypatch):
+    source = Environment("source").prepare(tmp_path / "source")
+    for name in ("both", "shared"):
+        source.with_name(name).write_text(f"#!{source}\nprint('shared')\n")
+    # Locked requirements are installed before the shared environments are complete.
+    monkeypatch.setattr(Environment, "_locked_requirements", lambda self: [])
+    monkeypatch.setattr(Environment, "_install", lambda self, python, _: python.with_name("both").write_text("own"))
+    sites = (environments.site_packages(tmp_path / "source"),)
+    target = Environment("target", shared=lambda: sites).prepare(tmp_path / "target")
+    assert target.with_name("both").read_text() == "own"
+    assert target.with_name("shared").read_text() == f"#!{target}\nprint('shared')\n"
+
+
 def test_an_unreachable_index_is_named_as_the_cause(tmp_path, unreachable_index, capfd):
     with pytest.raises(SetupError) as caught:
         Environment("a", requirements=("some-requirement==1.0",)).prepare(tmp_path / "a")
