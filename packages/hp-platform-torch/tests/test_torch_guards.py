@@ -20,6 +20,7 @@ from hp_dtensor import (
     implicit_replication,
     local_map,
 )
+from hp_dtensor.comm import collectives
 from hp_dtensor.exceptions import LaunchError, MixedOperandsError, ShardingRuleError
 
 
@@ -251,6 +252,13 @@ def test_function_transforms_work_inside_a_local_region():
         return local_map(square_sum, [Shard(0)])(x).full_tensor()
 
     assert all(torch.equal(grad, 2 * FULL) for grad in on_ranks(rank))
+
+
+def test_a_collective_of_local_tensors_is_refused():
+    def reduced(x):
+        return collectives.all_reduce(x.requires_grad_() * 1, x.device_mesh.get_group(0))
+
+    refused(reduced, ShardingRuleError, r"_LinearMap\.apply.*plain local\s+gradients.*local_map")
 
 
 def test_an_autograd_function_is_refused_and_works_inside_a_local_region():

@@ -71,7 +71,8 @@ def _will_run(node: Any) -> bool:
 def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
     """Apply `forward`, a linear map whose gradient is its dual `backward`; differentiable any number of times."""
     if torch.is_grad_enabled() and x.requires_grad:
-        apply = _LinearMap.apply if torch._C._are_functorch_transforms_active() else _apply_linear_map
+        is_plain = type(x) is torch.Tensor and not torch._C._are_functorch_transforms_active()
+        apply = _apply_linear_map if is_plain else _LinearMap.apply
         return apply(x, forward, backward)
     with NoGrad():
         return forward(x)
@@ -98,7 +99,7 @@ class _LinearMap(torch.autograd.Function):
         return linear_map(grad, *ctx.dual), None, None
 
 
-# The `apply` below that of `Function`, which looks for `torch.func` transforms.
+# The `apply` below that of `Function`, which looks for `torch.func` transforms and refuses DTensors (`patches.py`).
 _apply_linear_map = super(torch.autograd.Function, _LinearMap).apply
 
 
