@@ -434,6 +434,8 @@ FORMS = {
                                     (IDS_OF_ROWS,)),
     "scatter by keyword": (_with(lambda x, i, y: x.scatter(dim=0, index=i, src=y), IDS_OF_ROWS[:2], ROWS),
                            lambda f, x, i, y: f("scatter")(x, 0, i, y), (IDS_OF_ROWS[:2], ROWS)),
+    "index_add by keyword": (_with(lambda x, i, y: x.index_add(dim=0, index=i, source=y, alpha=2), IDS, ROWS),
+                             lambda f, x, i, y: f("index_add")(x, 0, i, y * 2), (IDS, ROWS)),
     "squeeze by keyword": (_with(lambda x: x[:1, :, :1].squeeze(axis=2)), lambda f, x: x[:1, :, 0], ()),
     "permute by keyword": (_with(lambda x: x.permute(dims=(1, 2, 0, 3))), lambda f, x: x.permute(1, 2, 0, 3), ()),
     "reshape by keyword": (_with(lambda x: x.reshape(shape=(8, 20))), lambda f, x: x.reshape(8, 20), ()),

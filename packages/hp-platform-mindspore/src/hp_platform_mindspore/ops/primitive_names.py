@@ -298,8 +298,9 @@ def index_put(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def index_add(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    alpha = args[4] if len(args) > 4 else kwargs.get("alpha", 1)
-    return args[:4], {} if alpha == 1 else {"alpha": alpha}
+    given = dict(zip(("dim", "index", "source", "alpha"), args[1:], strict=False)) | kwargs
+    alpha = given.pop("alpha", 1)
+    return args[:1], given if alpha == 1 else {**given, "alpha": alpha}
 
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
