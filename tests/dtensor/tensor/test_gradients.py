@@ -343,3 +343,24 @@ def test_norm_of_gradients_of_stages_and_of_copies(hp_platform: Platform) -> Non
     stages = np.sqrt((X**2).sum() + ((X + 10) ** 2).sum())
     for norms in run_ranks(_norms, 4, hp_platform, hp_platform):
         np.testing.assert_allclose(norms, [stages, np.sqrt((X**2).sum())], rtol=1e-6)
+
+
+def test_a_rank_outside_the_mesh_takes_part_without_data(hp_platform: Platform) -> None:
+    """The gradient of a replicated operand is summed over the ranks of the mesh alone."""
+
+    def rank() -> tuple[int, ...]:
+        mesh, ops = DeviceMesh("cpu", (2,), ranks=(0, 1), platform=hp_platform), hp_platform.ops
+        ones = hp_platform.from_numpy(np.ones((4, 2), np.float32))
+        x = distribute_tensor(ones, mesh, (Shard(0),), src_data_rank=None)
+        y = distribute_tensor(ones, mesh, (Replicate(),), src_data_rank=None)
+        hp_platform.set_requires_grad(y, True)
+        gradient = None
+        for _ in range(2):  # by a new plan and by a cached one
+            hp_platform.backward(ops.sum(ops.mul(x, ops.add(x, y))))
+            gradient = hp_platform.get_grad(y)
+            hp_platform.set_grad(y, None)
+        local = hp_platform.to_numpy(hp_platform.unwrap(gradient))
+        np.testing.assert_array_equal(local, 1.0)
+        return tuple(local.shape)
+
+    assert run_ranks(rank, 3, hp_platform) == [(4, 2), (4, 2), (0, 0)]

@@ -137,6 +137,8 @@ def with_shortcuts(x: Any, grad: Tensor | None, past: Sequence[tuple[tuple[int, 
 def _varying_view(x: Any, local: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Create a varying view, with a gradient that goes straight to the source of `x` where that saves bytes."""
     mesh = x._spec.mesh
+    if mesh.get_coordinate() is None:  # this rank holds nothing, and is in no group to sum over
+        return local
     source: Source | None = x.__dict__.get("_redistributed_from")
     if source is not None and _has_shortcut(x, source, axes):
         # The dual of S -> V is one reduce-scatter. Through the gathered tensor it would be an all-reduce (dual of R ->
