@@ -15,7 +15,7 @@ import pytest
 
 from hp_dtensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor, local_map
 from hp_dtensor.dispatch import operation
-from hp_dtensor.optim import at_owners
+from hp_dtensor.muon import at_owners
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute import planner
 from hp_dtensor.spec import tensor_spec as spec

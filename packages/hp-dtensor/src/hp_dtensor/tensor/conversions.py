@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hp_dtensor.comm.mesh import DeviceMesh, get_current_mesh, require_mesh
@@ -15,6 +15,7 @@ from hp_dtensor.exceptions import (
     ShardShapeError,
 )
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.redistribute import plan_between
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Placement, RaggedShard, Shard, StridedShard
@@ -388,3 +389,11 @@ def even_global_shape(local: Sequence[int], mesh: DeviceMesh, placements: Sequen
         elif isinstance(placement, (Shard, StridedShard)):
             shape[placement.dim] *= mesh.shape[axis]
     return tuple(shape)
+
+
+def platform_of(tensors: Iterable[Tensor]) -> Platform:
+    """Return the platform of the first DTensor among the tensors, else the selected one."""
+    for x in tensors:
+        if isinstance(x, DTensorBase):
+            return x.spec.mesh.platform
+    return get_platform()

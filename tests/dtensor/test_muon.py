@@ -21,7 +21,7 @@ from hp_dtensor import (
     record_collectives,
 )
 from hp_dtensor.exceptions import PlacementError
-from hp_dtensor.optim import Muon, MuonOptions, assign_owners, at_owners
+from hp_dtensor.muon import Muon, MuonOptions, assign_owners, at_owners
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.testing import run_ranks
 
