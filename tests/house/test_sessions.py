@@ -54,7 +54,9 @@ def test_all_but_training_and_measuring_runs_by_default():
     assert skipped == NOT_BY_DEFAULT
 
 
-def test_the_checks_that_use_one_core_run_at_once(monkeypatch):
+@pytest.fixture
+def silent_commands(monkeypatch):
+    """The commands of sessions that run at once, which are noted instead of run."""
     import noxfile
 
     def run(session, python, *arguments, silent=False, **variables):
@@ -64,30 +66,29 @@ def test_the_checks_that_use_one_core_run_at_once(monkeypatch):
 
     commands = []
     monkeypatch.setattr(noxfile, "run", run)
+    return commands
+
+
+def test_the_checks_that_use_one_core_run_at_once(monkeypatch, silent_commands):
+    import noxfile
+
     for tools in ("components", "ruff", "house_tools", "site_tools"):
         monkeypatch.setattr(noxfile, tools, lambda: None)
     noxfile.static.func(type("Session", (), {"posargs": []})())
     wanted = {"mypy", "ruff check", "ruff format", "check_docs", "public_api", "site_pages", "mkdocs"}
-    assert {name for name in wanted if any(name in command for command in commands)} == wanted
+    assert {name for name in wanted if any(name in command for command in silent_commands)} == wanted
 
 
-def test_sessions_that_leave_a_core_idle_run_at_once(monkeypatch):
+def test_sessions_that_leave_a_core_idle_run_at_once(monkeypatch, silent_commands):
     import noxfile
 
-    def run(session, python, *arguments, silent=False, **variables):
-        assert silent, "their output would be mixed"
-        commands.append(" ".join(arguments))
-        return ""
-
-    commands = []
-    monkeypatch.setattr(noxfile, "run", run)
     monkeypatch.setattr(noxfile, "with_engines", lambda: None)
     for name in ("wheels", "released", "outside"):
         monkeypatch.setattr(noxfile.workspace, name, lambda *_: None)
     noxfile.installed.func(type("Session", (), {"posargs": []})())
-    assert sum("engines_core" in command for command in commands) == 1
-    assert sum("examples/hp-platform-paddle/tests" in command for command in commands) == 1
-    assert sum("check_subset" in command for command in commands) == len(noxfile.SUBSETS)
+    assert sum("engines_core" in command for command in silent_commands) == 1
+    assert sum("examples/hp-platform-paddle/tests" in command for command in silent_commands) == 1
+    assert sum("check_subset" in command for command in silent_commands) == len(noxfile.SUBSETS)
 
 
 @pytest.mark.parametrize(

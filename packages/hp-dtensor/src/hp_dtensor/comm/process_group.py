@@ -318,15 +318,13 @@ class ProcessGroup(ABC):
         self.last_call = name
 
     def _record(self, name: str, wire_bytes: float) -> None:
-        # As `_count`, without the call: this is on the path of every collective.
-        self.num_calls += 1
-        self.last_call = name
+        self._count(name)
         add_record(self.platform, name, self.ranks, wire_bytes)
 
     def _record_shards(self, name: str, full: Tensor, shard: Tensor) -> None:
         """Check the sizes of a full buffer and of a rank's shard of it, and record the collective between them."""
-        numel = math.prod(shard.shape)
-        if math.prod(full.shape) != self.size * numel:
+        numel = _numel(shard)
+        if _numel(full) != self.size * numel:
             raise CollectiveError(
                 f"{name}_into in group {self.ranks}: the larger buffer must have {self.size * numel} elements, "
                 f"got {_numel(full)}"
@@ -337,11 +335,7 @@ class ProcessGroup(ABC):
 
     def _timed(self, start: Callable[..., Work], *arguments: Any) -> Work:
         """Start a collective, and count its time and that of the returned work's `wait`."""
-        started = time.perf_counter()
-        try:
-            work = start(*arguments)
-        finally:
-            self.seconds_waited += time.perf_counter() - started
+        work = self._counted(start, *arguments)
         return work if work is DONE else _CountedWork(work, self)
 
     def _counted(self, function: Callable[..., T], *arguments: Any) -> T:
