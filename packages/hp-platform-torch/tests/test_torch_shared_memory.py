@@ -211,7 +211,10 @@ def test_large_collectives_of_real_ranks(three_ranks):
 
 def test_large_collectives_with_little_room(three_ranks):
     placed = three_ranks.run(on_rank.large_collectives, 2**20)
-    assert all(counts["all"] == 24 and counts["placed"] < 24 for counts in placed)
+    assert all(counts["all"] == 24 for counts in placed)
+    # Nobody receives before its own sends. So in each round one rank sends all its messages before any of them is
+    # copied out, and some of them do not fit. A rank that is late may find room for all.
+    assert sum(counts["all"] - counts["placed"] for counts in placed) >= 3
 
 
 def test_a_sender_without_room_does_not_wait_until_the_receiver_waits(two_ranks):
