@@ -261,7 +261,7 @@ with nn.building(get_platform("torch")):
     layer = MoE(4, 6, num_experts=4, top_k=2, num_shared_experts=1)
 for index, parameter in enumerate(layer.parameters()):
     parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape).sin() + index / 10)
-rows, found = torch.linspace(-2, 2, 20).reshape(5, 4), []
+rows, found = torch.linspace(-2, 2, 20, device=next(layer.parameters()).device).reshape(5, 4), []
 for module in (compile(layer, backend="eager"), layer):
     x = rows.clone().requires_grad_()
     y = module(x)
