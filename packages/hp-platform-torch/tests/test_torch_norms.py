@@ -33,6 +33,25 @@ def test_values_are_those_of_torch_and_gradients_agree(dtype, shape, has_weight)
         torch.testing.assert_close(gradient, of_torch, **tolerance)
 
 
+def test_watching_functions_changes_no_value_and_notes_the_call(platform):
+    torch.manual_seed(0)
+    x, weight, seed = torch.randn(64, 64), torch.randn(64), torch.randn(64, 64)
+    expected, noted = forward_and_backward(rms_norm, x, weight, seed), []
+
+    def note(name, result):
+        if isinstance(result, torch.Tensor):
+            noted.append(name.rpartition(".")[2])
+
+    def function(*args):
+        with platform.watch_functions(note):
+            return rms_norm(*args)
+
+    found = forward_and_backward(function, x, weight, seed)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert not torch.equal(expected[1], forward_and_backward(F.rms_norm, x, weight, seed)[1])
+    assert noted == ["rms_norm"]
+
+
 def test_gradients_of_16_bits_are_as_near_to_those_of_64_bits_as_those_of_torch():
     torch.manual_seed(0)
     x, weight, seed = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((16, 64), (64,), (16, 64)))

@@ -23,6 +23,7 @@ from hp_dtensor.debug import (
     compare,
     draw,
     measure_growth,
+    narrowed,
     perturb_weights,
     recording,
 )
@@ -265,6 +266,31 @@ def test_a_gradient_that_one_replica_lacks_names_the_rank(platform: Platform, re
     assert "ranks 1 of B" in str(found)
 
 
+def test_views_are_recorded_in_place_of_a_parameter(platform: Platform) -> None:
+    """Two weights that are one, side by side and transposed, have the digests of the two."""
+    values = np.random.default_rng(2).standard_normal((2, 3, 4)).astype("float32")
+
+    class Weights(nn.Module):
+        def __init__(self, weights: dict[str, np.ndarray]) -> None:
+            super().__init__()
+            for name, array in weights.items():
+                setattr(self, name, self.parameter(array.shape))
+                platform.copy_(getattr(self, name), platform.from_numpy(np.ascontiguousarray(array)))
+
+    def recorded(views: Any = None, **weights: np.ndarray) -> Recording:
+        with nn.building(platform):
+            model = Weights(weights)
+        return measure_growth(*[Recorder(model, platform, views=views).recording] * 2)
+
+    def views(name: str, x: Any) -> dict[str, Any]:
+        return {each: platform.ops.permute(x[:, 3 * at : 3 * at + 3], (1, 0)) for at, each in enumerate("ab")}
+
+    stored = np.concatenate([values[0].T, values[1].T], 1)
+    found = compare(recorded(a=values[0], b=values[1]), recorded(views, both=stored))
+    assert found.verdict == "equal", str(found)
+    assert [each.name for each in found.differences] == ["a", "b"]
+
+
 def test_a_split_backward_records_a_gradient_once(platform: Platform) -> None:
     if not platform.splits_backward:
         pytest.skip("this platform does not split a backward")
@@ -299,6 +325,53 @@ def test_a_split_backward_records_a_gradient_once(platform: Platform) -> None:
     found = compare(measure_growth(recorded(False), recorded(False)), recorded(True))
     assert found.verdict == "equal", str(found)
     assert [each.pair.b.digest.count for each in found.differences if each.pass_ == "backward"] == [2]
+
+
+def test_the_operation_is_named_in_which_ranks_part(platform: Platform) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 5)
+            self.shift, self.more = 0.0, False
+
+        def forward(self, x: Any) -> Any:
+            y = self.ops.silu(self.up(x))
+            y = self.ops.mul(y, 1.0) if self.more else y
+            return self.down(self.ops.exp(self.ops.add(y, self.shift)))
+
+    def recorded(shift: float = 0.0, more: bool = False, unit: float = 0.0, shards: bool = False) -> Recording:
+        with nn.building(platform):
+            model = Shifted()
+        for index, (_, weight) in enumerate(platform.named_parameters(model)):
+            values = np.random.default_rng(index).uniform(-1, 1, tuple(weight.shape)).astype(np.float32)
+            platform.copy_(weight, platform.from_numpy(values))
+        if unit:
+            perturb_weights(model, unit, platform)
+        if shards:
+            mesh = DeviceMesh("cpu", (2,), platform=platform)
+            plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
+            parallelize_module(model, mesh, plan, src_data_rank=None)
+        recorder = Recorder(model, platform, about={"dtypes": ["float32"]})
+        model.shift, model.more, recorder.operations = shift, more, lambda name: True
+        with recorder.step(1, Rows(np.arange(ROWS), ROWS)):
+            loss = platform.ops.sum(to_full(model(make_data(platform)[0])))
+            platform.backward(loss)
+        return recorder.recording
+
+    expected = measure_growth(recorded(), recorded(unit=UNITS["float32"]))
+    right = compare(expected, run_ranks(lambda: recorded(shards=True), 2, platform)[0])
+    assert right.verdict == "within rounding", str(right)
+    assert not right.notes
+    names = [each.name for each in right.differences if each.pass_ == "forward"]
+    last = ["(model): 2 add", "(model): 3 exp", "down: 1 linear", "down", "(model)"]
+    assert names == ["up: 1 linear", "up", "(model): 1 silu", *last]
+    wrong = compare(expected, run_ranks(lambda: recorded(0.01, shards=True), 2, platform)[0])
+    assert narrowed(wrong, wrong).operation == ("(model): 2 add, output; the last that agrees is (model): 1 silu",)
+    other = compare(expected, run_ranks(lambda: recorded(0.01, True, shards=True), 2, platform)[0])
+    assert narrowed(other, other).operation == (
+        "(model): 2 add, output; the last that agrees is (model): 1 silu",
+        "(model): after 1 silu A alone runs none, and B alone 2 mul",
+    )
 
 
 def test_not_a_number_is_named_where_it_begins(platform: Platform, reference: Recording) -> None:

@@ -1,4 +1,4 @@
-"""Recorded runs in every layout against one rank, and injected faults."""
+"""Recorded runs in every layout against one rank, injected faults, and a live run that follows a reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from injected_faults import EP, FAULTS, RECORDED, Fault, is_placed, nothing, record, reference
-from training_runs import FOUR_RANKS, Lab, losses, tensors
+from training_runs import FOUR_RANKS, Lab, losses, tensors, train_rank
 
 from hp_dtensor.debug import Recording, compare
+from hp_dtensor.exceptions import LaunchError
+from hp_dtensor.testing import run_ranks
 
 # The kinds of parallelism, on few ranks.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -104,3 +106,56 @@ def test_an_injected_fault_is_named_and_its_kind(lab: Lab, references: Any, torc
     assert is_placed(fault, found), str(found)
     assert found.kind is not None
     assert found.kind.name in fault.kinds, str(found)
+
+
+def test_modules_without_recorded_operations_are_refused(lab: Lab, torch_suffices: None) -> None:
+    for name, message in {
+        "layers.1.atention": "the model has no module 'layers.1.atention'; expected names such as layers.1.attention",
+        "layers.1.moe.experts": "rows of experts have an order of their own on each rank; expected .*'layers.1.moe'",
+    }.items():
+        run = lab.start(name, {"pp": 2}, **RECORDED, training__record_operations=f"[{name}]")
+        with pytest.raises(LaunchError, match=message):
+            run_ranks(train_rank, 2, lab.platform, run, lab.platform)
+    # All names that cannot be recorded are reported at once.
+    several = RECORDED | {"training__record_operations": "[layers.1.atention,layers.1.moe,layers.1.moe.experts]"}
+    run = lab.start("several", {"pp": 2}, **several)
+    with pytest.raises(LaunchError, match=r"'layers\.1\.atention'.*\n.*'layers\.1\.moe\.experts' cannot"):
+        run_ranks(train_rank, 2, lab.platform, run, lab.platform)
+    # A rank of a pipeline has the modules of its stages only.
+    lab.run("both stages", {"pp": 2}, 2, **RECORDED, training__record_operations="[layers.0.attention,layers.1.moe]")
+
+
+def test_a_live_run_stops_at_the_first_step_that_differs(
+    lab: Lab, references: Any, capfd: pytest.CaptureFixture[str], torch_suffices: None
+) -> None:
+    path = lab.folder / "reference.gz"
+    references().save(path)
+    following = {"training__compare_with": str(path), "training__steps": 4}
+    capfd.readouterr()
+    lab.run("follows", {"dp_shard": 2}, 2, **following)
+    # Once, and on one rank only.
+    assert capfd.readouterr().err.count("reference.gz ends at step 2; steps from 3 on are not compared") == 1
+    # Step 2 has another learning rate; step 3 is not in the reference.
+    other = lab.start("stops", {"dp_shard": 2}, lr_schedule__warmup_steps=4, **following)
+    with pytest.raises(LaunchError, match=r"step 1 differs from .*reference.gz \(A\)") as error:
+        run_ranks(train_rank, 2, lab.platform, other, lab.platform)
+    assert "update of embed.weight" in str(error.value)
+    assert "times A: a wrong divisor or scale" in str(error.value)
+
+
+def test_a_reference_without_growth_is_refused(lab: Lab, torch_suffices: None) -> None:
+    path = lab.folder / "no-growth.gz"
+    record(lab, "no-growth").save(path)
+    run = lab.start("refused", {"dp_shard": 2}, training__compare_with=str(path))
+    with pytest.raises(LaunchError, match=r"hp-train diff CONFIG --record=FILE"):
+        run_ranks(train_rank, 2, lab.platform, run, lab.platform)
+
+
+def test_a_live_run_may_warn_once(
+    lab: Lab, references: Any, capfd: pytest.CaptureFixture[str], torch_suffices: None
+) -> None:
+    path = lab.folder / "reference.gz"
+    references().save(path)
+    settings = {"training__compare_with": str(path), "training__on_difference": "warn", "training__steps": 4}
+    lab.run("warns", None, 1, lr_schedule__warmup_steps=4, **settings)
+    assert capfd.readouterr().err.count("differs from") == 1

@@ -102,6 +102,9 @@ class TorchModules(ModuleInterface):
         kinds = ("forward_pre", "forward", "backward_pre", "backward")
         return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
 
+    def watch_functions(self, note: Callable[[str, Any], None]) -> AbstractContextManager[Any]:
+        return torch_operation.WatchedFunctions(note)
+
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)

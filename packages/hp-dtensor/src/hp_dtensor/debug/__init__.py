@@ -5,7 +5,10 @@ from hp_dtensor.debug.comparison import (
     Difference,
     compare,
     draw,
+    located,
     measure_growth,
+    modules_around,
+    narrowed,
 )
 from hp_dtensor.debug.digest import Digest
 from hp_dtensor.debug.kinds import Kind
@@ -22,6 +25,9 @@ __all__ = [
     "Rows",
     "compare",
     "draw",
+    "located",
     "measure_growth",
+    "modules_around",
+    "narrowed",
     "perturb_weights",
 ]

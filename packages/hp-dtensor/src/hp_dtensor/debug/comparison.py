@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +14,95 @@ import numpy as np
 
 from hp_dtensor.debug.digest import LENGTH, norm_of, subtract
 from hp_dtensor.debug.kinds import MISSING, Kind, Pair, kind_of
-from hp_dtensor.debug.recording import PASSES, Event, Recording
+from hp_dtensor.debug.recording import OPERATION, PASSES, ROOT, Elements, Event, Recording
 from hp_dtensor.exceptions import RecordingError
+
+Key = tuple[str, str]
+Events = dict[Key, Event]
+
+
+def pair_operations(a: Events, b: Events) -> tuple[Events, Events, list[str]]:
+    """Return A's and B's events of a step without operations that only one side runs. B's get the names of A's.
+
+    Operations of a module are paired in their order, by name and global shape. The third result describes those of one
+    side alone. An operation of A whose values differ between ranks is local to them, and is left out.
+    """
+    names: dict[str, str] = {}
+    notes: list[str] = []
+    mine, others = _of_modules(a), _of_modules(b)
+    for module in [each for each in mine if each in others]:
+        x, y = mine[module], others[module]
+        forms = [[_form(each) for each in side] for side in (x, y)]
+        blocks = SequenceMatcher(None, forms[0], forms[1], autojunk=False).get_matching_blocks()
+        names |= {
+            y[block.b + i].name: x[block.a + i].name
+            for block in blocks
+            for i in range(block.size)
+            if not x[block.a + i].digest.replicas
+        }
+        ends = [(0, 0, 0), *blocks]
+        for (i, j, size), (next_i, next_j, _) in pairwise(ends):
+            only = x[i + size : next_i], y[j + size : next_j]
+            if any(only):
+                after = f"after {_short(x[i + size - 1])}" if i + size else "first"
+                notes.append(f"{module}: {after} A alone runs {_listed(only[0])}, and B alone {_listed(only[1])}")
+    known = set(names.values())
+    return (
+        {key: event for key, event in a.items() if event.operation is None or event.name in known},
+        {
+            (key[0], names.get(key[1], key[1])): event
+            for key, event in b.items()
+            if event.operation is None or event.name in names
+        },
+        notes,
+    )
+
+
+def _of_modules(events: Events) -> dict[str, list[Event]]:
+    found: dict[str, list[Event]] = {}
+    for event in events.values():
+        if event.pass_ == "forward" and event.operation is not None:
+            found.setdefault(event.operation[0], []).append(event)
+    return found
+
+
+def _form(event: Event) -> tuple[object, ...]:
+    assert event.operation is not None
+    return event.operation[1], event.digest.shape, event.digest.count
+
+
+def _short(event: Event) -> str:
+    return event.name.partition(OPERATION)[2]
+
+
+def _listed(events: Sequence[Event]) -> str:
+    texts = [_short(each) for each in events]
+    return ", ".join([*texts[:4], *(["..."] if len(texts) > 4 else [])]) or "none"
+
+
+def modules_around(pass_: str, name: str, after: str | None = None) -> tuple[str, ...]:
+    """Return the modules whose own operations may have computed a tensor; empty for weights, states and losses.
+
+    These are its module, for a gradient also the module `after`, whose gradient was recorded before it, and all modules
+    that contain one of them.
+
+    Examples:
+        >>> modules_around("gradient", "layers.1.head.weight")
+        ('layers.1.head', 'layers.1', 'layers', '(model)')
+    """
+    if pass_ not in ("forward", "backward", "gradient"):
+        return ()
+    inner = name.rpartition(".")[0] if pass_ == "gradient" else name.partition("[")[0]
+    starts = [inner, *([after.partition("[")[0]] if after is not None else [])]
+    found = [each for start in starts for each in _around(start)]
+    return tuple(dict.fromkeys([*found, ROOT]))
+
+
+def _around(name: str) -> Iterator[str]:
+    while name and name != ROOT:
+        yield name
+        name = name.rpartition(".")[0]
+
 
 # Outputs of which the difference is printed.
 _DEPTHS = 6
@@ -79,6 +168,8 @@ class Comparison:
         notes: what could not be compared, and why.
         about: facts of A and of B.
         not_compared: number of tensors that only one side has, or that a side did not record.
+        operation: in words, in which operation the first difference arises; see `narrowed`.
+        elements: in words, which elements differ on which ranks; see `located`.
     """
 
     verdict: Verdict
@@ -88,6 +179,8 @@ class Comparison:
     notes: tuple[str, ...]
     about: tuple[Mapping[str, Any], Mapping[str, Any]]
     not_compared: int = 0
+    operation: tuple[str, ...] = ()
+    elements: tuple[str, ...] = ()
 
     @property
     def not_checked(self) -> tuple[Difference, ...]:
@@ -116,7 +209,8 @@ class Comparison:
         if self.first is not None and self.kind is not None:
             if self.first.after is not None:
                 lines.append(f"  module  computed by the backward of what follows it; last equal: {self.first.after}")
-            lines += [f"  where   {text}" for text in self.kind.where]
+            lines += [f"  where   {text}" for text in (*self.kind.where, *self.elements)]
+            lines += [f"  within  {text}" for text in self.operation]
             vacuous = sum(not each.is_checked for each in checked)
             known = f", {vacuous} of them not checked" if vacuous else ""
             lines.append(f"  before  {len(checked)} tensors are equal or within rounding{known}")
@@ -196,6 +290,8 @@ def compare(a: Recording, b: Recording) -> Comparison:
     for step, of_a, of_b in _common(a, b):
         before: str | None = None
         previous = {name: (dict(of(step - 1))) for name, of in (("a", _lookup(a)), ("b", _lookup(b)))}
+        of_a, of_b, only = pair_operations(of_a, of_b)
+        notes += only
         _add_missing_gradients(of_a, of_b)
         _add_missing_gradients(of_b, of_a)
         not_compared += len(of_a.keys() ^ of_b.keys())
@@ -227,6 +323,107 @@ def compare(a: Recording, b: Recording) -> Comparison:
     if first is not None:
         kind = kind_of(first.pair, a.about, b.about, first.step)
     return Comparison(verdict, first, kind, tuple(found), tuple(notes), (a.about, b.about), not_compared)
+
+
+def narrowed(found: Comparison, again: Comparison) -> Comparison:
+    """Return a comparison with the operation in which its first difference arises.
+
+    Args:
+        again: of the same runs, with the operations of `modules_around` the first difference recorded in its step.
+    """
+    first = again.first
+    if found.first is None:
+        return found
+    if first is None:
+        return replace(found, operation=("the difference did not occur again: it is not the same in each run",))
+    pass_ = "forward" if first.pass_ == "forward" else "backward"
+    before = again.differences[: again.differences.index(first)]
+    same = [e for e in before if (e.step, e.pass_) == (first.step, pass_) and e.pair.a.operation is not None]
+    last = f"the last that agrees is {same[-1].name}" if same else "none agrees before it"
+    what = "output" if pass_ == "forward" else "gradient of its output"
+    if first.pair.a.operation is not None:
+        ranks = "".join(f", {text}" for text in (again.kind.where if again.kind else ()) if text.startswith("ranks"))
+        text = f"{first.name}, {what}{ranks}; {last}"
+    elif same:
+        text = f"the {what} agrees for all {len(same)} operations that A and B share; {last}"
+    else:
+        text = "A and B share no operation of these modules"
+    # What only one side runs there may be the cause.
+    modules = {each.pair.a.operation[0] for each in (first, *same[-1:]) if each.pair.a.operation} | {found.first.name}
+    notes = [note for note in again.notes if note.partition(OPERATION)[0] in modules]
+    # Other names of the same operation are everywhere if the sides have other frameworks.
+    after = f": after {same[-1].name.partition(OPERATION)[2]} " if same else ""
+    notes = [note for note in notes if after and after in note] or notes
+    return replace(found, operation=(text, *notes))
+
+
+def located(found: Comparison, a: Recording, b: Recording) -> Comparison:
+    """Return a comparison with the elements, and the ranks that have them, in which the first difference is.
+
+    Args:
+        a, b: recordings of the same runs with the elements of the first differing tensor (`Recorder(elements=...)`).
+    """
+    first = found.first
+    if first is None:
+        return found
+    sides = [_lookup(each)(first.step).get((first.pass_, first.name)) for each in (a, b)]
+    if any(side is None or not side.elements for side in sides):
+        return found
+    full = [_assembled(side) for side in sides]
+    rms = max(math.sqrt(float(np.mean(np.square(each)))) if each.size else 0.0 for each in full)
+    limit = first.tolerance * np.maximum(rms if math.isfinite(rms) else 0.0, np.abs(full[0]))
+    # In this form NaN differs.
+    differs, texts = ~(np.abs(full[1] - full[0]) <= limit), []
+    for letter, side, other in (("A", sides[0], full[1]), ("B", sides[1], full[0])):
+        ranks = {each.rank for each in side.elements}
+        if len(ranks) == 1 or not _is_direct(side):
+            continue
+        wrong = set()
+        for each in side.elements:
+            at = np.ix_(*each.indices)
+            here = ~(np.abs(each.values - other[at]) <= limit[at])
+            differs[at] |= here
+            wrong |= {each.rank} if here.any() else set()
+        if wrong:
+            listed = (
+                "all ranks" if wrong == ranks else f"rank{'s' * (len(wrong) > 1)} {', '.join(map(str, sorted(wrong)))}"
+            )
+            texts.append(f"they are on {listed} of {letter}")
+    if not differs.any():
+        return replace(found, elements=("no element alone differs by more than rounding explains",))
+    change = np.where(differs, np.nan_to_num(np.abs(full[1] - full[0]), nan=np.inf), -1.0)
+    worst = np.unravel_index(int(change.argmax()), change.shape)
+    values = f"{full[0][worst]:.6g} in A, {full[1][worst]:.6g} in B"
+    text = f"{int(differs.sum())} of {differs.size} elements differ by more than rounding{_listed_indices(differs)}"
+    return replace(found, elements=(f"{text}; most at {[int(at) for at in worst]}: {values}", *texts))
+
+
+def _is_direct(event: Event) -> bool:
+    """Return whether each rank has final values, not summands or several calls' contributions."""
+    keys = [(each.rank, *(index.tobytes() for index in each.indices)) for each in event.elements]
+    return not any(each.summand for each in event.elements) and len(set(keys)) == len(keys)
+
+
+def _assembled(event: Event) -> np.ndarray:
+    """Return the full tensor of recorded elements; of replicas the first rank's."""
+    total, owners = np.zeros(event.digest.shape), dict[tuple[Any, ...], int]()
+    for each in event.elements:
+        key = (each.summand, *(index.tobytes() for index in each.indices))
+        if owners.setdefault(key, each.rank) == each.rank:
+            total[np.ix_(*each.indices)] += each.values
+    return total
+
+
+def _listed_indices(differs: np.ndarray) -> str:
+    """Return the indices of each dimension at which elements differ, in words, where they are not all."""
+    texts = []
+    for dim, size in enumerate(differs.shape):
+        chosen = np.flatnonzero(differs.any(tuple(other for other in range(differs.ndim) if other != dim)))
+        if len(chosen) == size:
+            continue
+        listed = ", ".join(map(str, chosen)) if len(chosen) <= 6 else f"{len(chosen)} from {chosen[0]} to {chosen[-1]}"
+        texts.append(f"{listed} of {size} in dimension {dim}")
+    return f": {'; '.join(texts)}" if texts else ""
 
 
 def _verdict(first: Difference | None, found: Sequence[Difference], not_compared: int) -> Verdict:
@@ -323,14 +520,24 @@ def _lookup(recording: Recording) -> Any:
         for event in recording.steps.get(step, ()):
             chosen = event
             if event.pass_ == "weights" and step and event.name in before:
-                change = subtract(event.digest, before[event.name].digest)
-                chosen = Event("update", event.name, event.dtype, change)
+                old = before[event.name]
+                change = subtract(event.digest, old.digest)
+                chosen = Event("update", event.name, event.dtype, change, elements=_changes(event, old))
             elif event.pass_ == "weights" and step:
                 continue
             found[chosen.key] = chosen
         return found
 
     return of_step
+
+
+def _changes(event: Event, before: Event) -> tuple[Elements, ...]:
+    known = {(each.rank, *(index.tobytes() for index in each.indices)): each.values for each in before.elements}
+    found = []
+    for each in event.elements:
+        old = known.get((each.rank, *(index.tobytes() for index in each.indices)))
+        found += [] if old is None else [replace(each, values=each.values - old)]
+    return tuple(found)
 
 
 def _weights(recording: Recording) -> Callable[[int], dict[str, Event]]:
@@ -351,7 +558,7 @@ def _missing(a: Recording, b: Recording) -> Iterator[str]:
             yield f"only {side} has steps {only[0]} to {only[-1]}"
     for side, mine, other in (("A", a, b), ("B", b, a)):
         common = (e for step, events in mine.steps.items() if step in other.steps for e in events)
-        keys = dict.fromkeys(e.key for e in common)
+        keys = dict.fromkeys(e.key for e in common if e.operation is None)
         theirs = {e.key for events in other.steps.values() for e in events}
         only_here = [described(*key) for key in keys if key not in theirs]
         if only_here:

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import gzip
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -45,6 +46,10 @@ PASSES = ("forward", "loss", "backward", "gradient", "state", "weights")
 
 # Name of the output of the model itself.
 ROOT = "(model)"
+# Between the name of a module and an operation of its forward.
+OPERATION = ": "
+# A larger tensor is recorded by its digest only.
+MOST_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,12 @@ class Rows:
     positions: np.ndarray | None = None
     length: int = 0
 
-    def dims(self, shape: Sequence[int]) -> list[tuple[np.ndarray, int]] | None:
+    def dims(self, shape: Sequence[int], anywhere: bool = False) -> list[tuple[np.ndarray, int]] | None:
         """Return for each dimension its global indices and global size; None if these are not rows of the batch.
 
         Args:
             shape: of an activation `[samples, ...]`, `[samples, positions, ...]`, or `[samples * positions, ...]`.
+            anywhere: positions may be another dimension than the second, as in attention, where heads come before.
         """
         others = [(np.arange(size), size) for size in shape]
         if not shape:
@@ -85,7 +91,39 @@ class Rows:
         if shape[0] == len(self.samples) * len(self.positions):
             tokens = (self.samples[:, None] * self.length + self.positions).ravel()
             return [(tokens, self.num_samples * self.length), *others[1:]]
+        if anywhere and shape[0] == len(self.samples):
+            if len(self.positions) == self.length:
+                return [*leading, *others[1:]]
+            at = next((dim for dim, size in enumerate(shape) if dim and size == len(self.positions)), None)
+            if at is not None:
+                return [*leading, *others[1:at], (self.positions, self.length), *others[at + 1 :]]
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class Elements:
+    """Elements of a tensor that a rank has, or its summand of them.
+
+    Attributes:
+        rank: the rank.
+        summand: which summand of a partial tensor it is.
+        indices: global indices for each dimension; the elements are at their product.
+        values: the elements, float64.
+    """
+
+    rank: int
+    summand: int
+    indices: tuple[np.ndarray, ...]
+    values: np.ndarray
+
+    def packed(self) -> list[Any]:
+        indices = [_packed(each, "<i8") for each in self.indices]
+        return [self.rank, self.summand, indices, _packed(self.values, "<f8")]
+
+    @classmethod
+    def unpacked(cls, rank: int, summand: int, indices: Sequence[str], values: str) -> Elements:
+        found = tuple(_unpacked(each, "<i8").astype(np.int64) for each in indices)
+        return cls(rank, summand, found, _unpacked(values, "<f8").reshape([len(each) for each in found]))
 
 
 @dataclass(frozen=True)
@@ -95,11 +133,13 @@ class Event:
     Attributes:
         pass_: one of `PASSES`; `forward` and `backward` are the output of a module and its gradient, `loss` is a number
             of the global batch, the others belong to a parameter.
-        name: the module or parameter, in the unsharded model; `name[i]` and `name[key]` are one of several outputs, and
-            a state of an optimizer is `parameter.slot`.
+        name: the module or parameter, in the unsharded model; `name[i]` and `name[key]` are one of several outputs, a
+            state of an optimizer is `parameter.slot`, and `module: 3 softmax` is the third operation of a module's
+            forward.
         dtype: name of its dtype.
         digest: its digest.
         growth: change relative to its norm when the initial weights change by one rounding; None: not measured.
+        elements: the tensor itself, where it was asked for.
     """
 
     pass_: str
@@ -107,10 +147,17 @@ class Event:
     dtype: str
     digest: Digest
     growth: float | None = None
+    elements: tuple[Elements, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
         return self.pass_, self.name
+
+    @property
+    def operation(self) -> tuple[str, str] | None:
+        """The module and the name of an operation; None: it is another tensor."""
+        module, separator, operation = self.name.partition(OPERATION)
+        return (module, operation.partition(" ")[2]) if separator and self.pass_ in ("forward", "backward") else None
 
 
 @dataclass
@@ -182,7 +229,9 @@ def _entry(events: Sequence[Event]) -> dict[str, Any]:
     # Buckets locate differences and estimate their norm, for which float32 is enough.
     buckets = [e.digest.buckets() for e in events]
     growth = [-1.0 if e.growth is None else e.growth for e in events]
+    elements = {str(at): [each.packed() for each in e.elements] for at, e in enumerate(events) if e.elements}
     return {
+        **({"elements": elements} if elements else {}),
         "events": [[e.pass_, e.name, e.dtype, e.digest.shape, e.digest.count, len(e.digest.parts)] for e in events],
         "parts": [each if len(each) > 1 else [] for each in parts],
         "values": _packed(np.concatenate(exact) if exact else np.zeros(0), "<f8"),
@@ -218,12 +267,21 @@ def _events(facts: Sequence[Any], entry: Mapping[str, Any]) -> list[Event]:
             for rank, region, numel, summand, text in entry["parts"][number]
         ]
         digest = Digest(tuple(shape), full, tuple(parts[num_parts:]), count, tuple(parts[:num_parts]))
-        found.append(Event(pass_, name, dtype, digest, growth[number] if growth[number] >= 0 else None))
+        elements = tuple(Elements.unpacked(*each) for each in entry.get("elements", {}).get(str(number), ()))
+        found.append(Event(pass_, name, dtype, digest, growth[number] if growth[number] >= 0 else None, elements))
     return found
 
 
 def _padded(values: np.ndarray) -> np.ndarray:
     return np.concatenate([values, np.full(LENGTH - len(values), np.nan)])
+
+
+@dataclass
+class _Call:
+    """A running forward of a module, and the number of operations that it has run itself; no module: its hooks run."""
+
+    module: str | None = None
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,6 +295,7 @@ class _Local:
     values: Tensor
     region: int
     numel: int
+    elements: tuple[Elements, ...] = ()
 
 
 class Recorder:
@@ -251,6 +310,10 @@ class Recorder:
         select: whether to record the outputs of a module, by its name, which is empty for the model; None: of all.
         select_gradients: whether to record the gradients of these outputs too, which local code may compute in parts.
         rename: the name in the unsharded model of a module or parameter, where a wrapper has changed it.
+        views: (name of a parameter, its full tensor) -> views of the tensor by name, which are recorded in its place;
+            none: the tensor is. For models that store several parameters as one, or transposed.
+        elements: (pass, name) of a tensor to record itself in every step too, if it has at most 2^20 elements; None: of
+            none. Elements of an update are those of the pass `weights`.
         buffers: record floating-point buffers as weights; they must be equal on all ranks that have them.
         about: facts for `Recording.about`.
         first_step: the step after which the weights are those of now.
@@ -261,6 +324,7 @@ class Recorder:
             activations have the batches of all ranks one after the other, equally many samples each.
         gradient_factor: factor on gradients of outputs, such as 1 / ranks where each rank's loss is the mean over its
             own samples.
+        operations: whether to record also the operations in a module's own forward, by its name; None: of no module.
         unplaced: names of modules whose outputs on this rank have other rows than those of the batch, such as a scalar
             loss, and are not recorded. Those of all ranks are in `recording.about`.
 
@@ -282,6 +346,8 @@ class Recorder:
         select: Callable[[str], bool] | None = None,
         select_gradients: Callable[[str], bool] = lambda name: True,
         rename: Callable[[str], str] = str,
+        views: Callable[[str, Tensor], Mapping[str, Tensor]] | None = None,
+        elements: tuple[str, str] | None = None,
         buffers: bool = False,
         about: Mapping[str, Any] | None = None,
         first_step: int = 0,
@@ -289,9 +355,12 @@ class Recorder:
         self.platform = platform_of(module, platform)
         self.rows: Rows | None = None
         self.gradient_factor = 1.0
+        self.operations: Callable[[str], bool] | None = None
         self.unplaced: set[str] = set()
+        self._calls: list[_Call] = []
         self._select_gradients = select_gradients
         self._module, self._select, self._rename, self._buffers = module, select, rename, buffers
+        self._views, self._elements = views, elements
         self._digester = Digester(self.platform)
         self._found: dict[tuple[str, str], _Local] = {}
         self._hooked: set[tuple[str, int]] = set()
@@ -323,6 +392,9 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             for handle in self._add_hooks():
                 stack.callback(handle.remove)
+            if self.operations is not None:
+                self._calls.clear()
+                stack.enter_context(self.platform.watch_functions(self._after_operation))
             yield self
         if not self._has_gradients:
             self.gradients()
@@ -360,7 +432,15 @@ class Recorder:
             self._record_parameter("weights", name, tensor)
 
     def _record_parameter(self, pass_: str, name: str, x: Tensor, slot: str = "") -> None:
-        self._record(pass_, self._rename(name) + slot, x, of_parameter=True)
+        views: Mapping[str, Tensor] = {}
+        if self._views is not None:
+            x = self.platform.as_dtensor(x)
+            local = local_of(self.platform, x)
+            # Shards would need the indices of their elements within the views.
+            if tuple(local.shape) == tuple(x.shape):
+                views = self._views(name, local)
+        for title, tensor in (views or {self._rename(name): x}).items():
+            self._record(pass_, title + slot, tensor, of_parameter=True)
 
     def _add_hooks(self) -> Iterator[Removable]:
         for name, module in self.platform.named_modules(self._module):
@@ -369,6 +449,38 @@ class Recorder:
             title = self._rename(name) if name else ROOT
             if self._select is None or self._select(name):
                 yield self.platform.add_forward_hook(module, self._after_forward(title, self._select_gradients(name)))
+            # Last, so that the hook above is one of those that are not followed.
+            if self.operations is not None:
+                yield from self._follow(module, title if self.operations(name) else None)
+
+    def _follow(self, module: Module, name: str | None) -> Iterator[Removable]:
+        """Add hooks that note whether a module's own forward runs, and not hooks of it that gather or redistribute."""
+
+        def enter(*_: Any) -> None:
+            self._calls.append(_Call())
+
+        def start(*_: Any) -> None:
+            self._calls[-1] = _Call(name)
+
+        def leave(*_: Any) -> None:
+            self._calls.pop()
+
+        platform = self.platform
+        yield platform.add_forward_pre_hook(module, enter, prepend=True)
+        yield platform.add_forward_pre_hook(module, start)
+        yield platform.add_forward_hook(module, lambda *_: self._calls.__setitem__(-1, _Call()), prepend=True)
+        yield platform.add_forward_hook(module, leave, always_call=True)
+
+    def _after_operation(self, operation: str, result: Any) -> None:
+        call = self._calls[-1] if self._calls else _Call()
+        results = result if isinstance(result, (tuple, list)) else [result]
+        tensors = [x for x in results if isinstance(x, self.platform.Tensor) and self.platform.is_floating(x.dtype)]
+        if call.module is None or not tensors:
+            return
+        call.count += 1
+        name = f"{call.module}{OPERATION}{call.count} {operation.rpartition('.')[2].strip('_')}"
+        for index, x in enumerate(tensors):
+            self._output(f"{name}[{index}]" if len(tensors) > 1 else name, x, True)
 
     def _after_forward(self, name: str, has_gradients: bool) -> Callable[..., None]:
         def after(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -424,7 +536,7 @@ class Recorder:
         placed = self._placed(x, of_parameter)
         if placed is None:
             # Of integers, such as the experts that a router selects, nothing is recorded anywhere.
-            if isinstance(x, platform.Tensor) and platform.is_floating(x.dtype):
+            if isinstance(x, platform.Tensor) and platform.is_floating(x.dtype) and OPERATION not in name:
                 self.unplaced.add(name)
             return None
         local, region, summand = placed
@@ -436,8 +548,16 @@ class Recorder:
                 weights = platform.from_numpy(np.array(scale), platform.device_of(values))
                 values = platform.ops.mul(values, platform.ops.cast(weights, values.dtype))
         at = time.monotonic() - self._start
+        # Modules of some models return a tuple of which the first one is the output.
+        is_wanted = self._elements in ((pass_, name), (pass_, name.removesuffix("[0]")))
+        elements: tuple[Elements, ...] = ()
+        if is_wanted and math.prod(region.shape) <= MOST_ELEMENTS:
+            with platform.no_grad():
+                array = platform.to_numpy(platform.ops.cast(platform.detach(local), values.dtype))
+            array = factor * array.astype(np.float64).reshape([len(each) for each in region.indices])
+            elements = (Elements(existing_world(platform).rank, summand, region.indices, array),)
         dtype = platform.dtype_name(local.dtype)
-        return _Local(region.shape, dtype, summand, at, values, region.key, region.numel)
+        return _Local(region.shape, dtype, summand, at, values, region.key, region.numel, elements)
 
     def _add(self, pass_: str, name: str, found: _Local) -> None:
         known = self._found.setdefault((pass_, name), found)
@@ -445,7 +565,8 @@ class Recorder:
             with self.platform.no_grad():
                 values = self.platform.ops.add(known.values, found.values)
             region, numel = (known.region + found.region) % 2**62, known.numel + found.numel
-            self._found[pass_, name] = replace(known, values=values, region=region, numel=numel)
+            elements = known.elements + found.elements
+            self._found[pass_, name] = replace(known, values=values, region=region, numel=numel, elements=elements)
 
     def _add_again(self) -> None:
         """Add gradients of outputs that had one already, unless a split backward has computed the same one again."""
@@ -467,14 +588,16 @@ class Recorder:
         if not isinstance(x, platform.Tensor) or not platform.is_floating(x.dtype):
             return None
         if isinstance(x, DTensor):
-            rows = None if of_parameter or self.rows is None else self.rows.dims(x.spec.shape)
+            rows = (
+                None if of_parameter or self.rows is None else self.rows.dims(x.spec.shape, self.operations is not None)
+            )
             if rows is None and not (of_parameter or self.rows is None):
                 return None
             return local_of(platform, x), region_of_spec(x.spec, rows), summand_of_spec(x.spec)
         shape = tuple(x.shape)
         dims: Sequence[tuple[np.ndarray, int]] | None = [(np.arange(size), size) for size in shape]
         if not of_parameter and self.rows is not None:
-            dims = self.rows.dims(shape)
+            dims = self.rows.dims(shape, self.operations is not None)
         elif not of_parameter and (world := existing_world(platform)).size > 1 and not shape:
             # Such as a loss, which is that of the rank's own samples.
             dims = None
@@ -493,7 +616,8 @@ class Recorder:
         with platform.no_grad():
             # One copy to the host, which waits for the device once.
             values = [platform.to_numpy(platform.ops.cat([e.values for e in found.values()], 0))] if found else []
-        lines = json.dumps([facts, sorted(self.unplaced)])
+        elements = [[*key, [each.packed() for each in e.elements]] for key, e in found.items() if e.elements]
+        lines = json.dumps([facts, sorted(self.unplaced), elements])
         payload = lines.encode() + b"\n" + b"".join(v.astype("<f8").tobytes() for v in values)
         gathered = existing_world(platform).all.all_gather_bytes(payload)
         # Ranks leave the collective together, which makes their times of the next step comparable. Clocks of machines
@@ -532,12 +656,15 @@ def perturb_weights(module: Module, unit: float, platform: Platform | str | None
 def _combined(gathered: Sequence[bytes]) -> list[Event]:
     """Return the events of a step from the payload of every rank, in the order of their first occurrence."""
     parts: dict[tuple[str, str], list[Part]] = {}
+    elements: dict[tuple[str, str], list[Elements]] = {}
     forms: dict[tuple[str, str], dict[tuple[Any, str], int]] = {}
     times: dict[tuple[str, str], float] = {}
     for rank, payload in enumerate(gathered):
         text, _, numbers = payload.partition(b"\n")
         values = np.frombuffer(numbers, "<f8").reshape(-1, LENGTH)
-        facts, _ = json.loads(text)
+        facts, _, of_elements = json.loads(text)
+        for pass_, name, packed in of_elements:
+            elements.setdefault((pass_, name), []).extend(Elements.unpacked(*each) for each in packed)
         for index, (pass_, name, shape, dtype, summand, at, region, numel) in enumerate(facts):
             key = (pass_, name)
             parts.setdefault(key, []).append(Part(rank, region, numel, summand, values[index]))
@@ -545,15 +672,20 @@ def _combined(gathered: Sequence[bytes]) -> list[Event]:
             times[key] = min(at, times.get(key, at))
     problems, events = [], []
     for key in sorted(parts, key=lambda key: (PASSES.index(key[0]), times[key])):
+        # What an operation returns may be local to a rank in every way.
+        if OPERATION in key[1] and len(forms[key]) > 1:
+            continue
         if len(forms[key]) > 1:
             different = " and ".join(f"{dtype}{list(shape)} on rank {r}" for (shape, dtype), r in forms[key].items())
             problems.append(f"{key[0]} of {key[1]} is {different}")
             continue
         [(shape, dtype)] = forms[key]
         digest = combine(shape, parts[key])
+        if OPERATION in key[1] and digest.count != round(digest.count):
+            continue
         if digest.count != round(digest.count):
             problems.append(f"{key[0]} of {key[1]} has {digest.count:.3g} times the elements of {list(shape)}")
-        events.append(Event(*key, dtype, digest))
+        events.append(Event(*key, dtype, digest, elements=tuple(elements.get(key, ()))))
     if problems:
         raise RecordingError(
             f"ranks have not recorded the same tensors: {'; '.join(problems[:4])}. Expected every element once: pass "

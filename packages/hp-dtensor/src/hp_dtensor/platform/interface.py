@@ -28,7 +28,7 @@ import numpy
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.attention import AttentionInterface
 from hp_dtensor.platform.autograd import AutogradInterface
-from hp_dtensor.platform.thread_region import ThreadRegion
+from hp_dtensor.platform.thread_region import ThreadRegion, watching
 
 # The functions that every platform's `ops` namespace provides, with torch's names and argument orders. Model code
 # written against `platform.ops` runs on every platform, on plain tensors and on DTensors. Arguments that are not shown
@@ -357,6 +357,14 @@ class TensorInterface(ABC):
     def own_function(self, name: str) -> Callable[..., Any] | None:
         """Return the function of `operation` with the framework's own signature."""
         return self.operation(name)
+
+    def watch_functions(self, note: Callable[[str, Any], None]) -> AbstractContextManager[Any]:
+        """Call `note(name, result)` after each of the framework's functions in the context, in this thread.
+
+        Methods of tensors are functions too; those that a function calls need not be noted. By default the functions of
+        `ops` are noted.
+        """
+        return watching(self.ops, note)
 
     def operation_names(self, name: str) -> list[str]:
         """Return the framework's names of an operation of the sharding rules, sorted. Used by the documentation."""

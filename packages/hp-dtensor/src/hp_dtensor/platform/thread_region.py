@@ -1,10 +1,14 @@
-"""`ThreadRegion`: `with` blocks in which operations of the current thread behave differently."""
+"""`ThreadRegion`: `with` blocks in which operations of the current thread behave differently, or are watched."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+Note = Callable[[str, Any], None]
 
 
 class ThreadRegion(threading.local):
@@ -45,3 +49,48 @@ class ThreadRegion(threading.local):
     def has(self, operation: str) -> bool:
         """Return whether the mode is enabled for an operation."""
         return self.depth > 0 or operation in self._operations
+
+
+class _Watching(threading.local):
+    notes: tuple[Note, ...] = ()
+
+
+_watching = _Watching()
+_installing = threading.Lock()
+
+
+class _Watched:
+    """A function whose calls are reported to the notes of the `watching` blocks that its thread is in."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self._name, self._function = name, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        notes = _watching.notes
+        if not notes:
+            return self._function(*args, **kwargs)
+        # Calls within this one, and within the notes, are not reported.
+        _watching.notes = ()
+        try:
+            result = self._function(*args, **kwargs)
+            for note in notes:
+                note(self._name, result)
+        finally:
+            _watching.notes = notes
+        return result
+
+
+@contextlib.contextmanager
+def watching(ops: SimpleNamespace, note: Note) -> Iterator[None]:
+    """Call `note(name, result)` after each function of `ops` that this thread calls inside the block."""
+    # Not undone at the end of the block, because other threads may be in blocks of their own. Outside of blocks, a call
+    # costs one look-up more.
+    with _installing:
+        for name, function in list(vars(ops).items()):
+            if not isinstance(function, _Watched):
+                setattr(ops, name, _Watched(name, function))
+    before, _watching.notes = _watching.notes, (*_watching.notes, note)
+    try:
+        yield
+    finally:
+        _watching.notes = before

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hp_dtensor.dispatch.operation import VALUES, ArgumentKinds, Key, Operation, plans_of, run, scalar_with_gradient
@@ -47,6 +48,20 @@ class NoGrad:
 
     def __exit__(self, *_: object) -> None:
         torch._C._set_grad_enabled(self._before)
+
+
+class WatchedFunctions(TorchFunctionMode):
+    """`Platform.watch_functions`; modes are off within a function, so those that it calls are not noted."""
+
+    def __init__(self, note: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Torch knows no names of this package's own functions.
+        self._note(resolve_name(func) or getattr(func, "__name__", str(func)), result)
+        return result
 
 
 class LocalMode(TorchDispatchMode):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hp_dtensor.platform.registry import Registry
     from hp_trainer.checkpoint import CheckpointFormat
     from hp_trainer.config import AdamWConfig
+    from hp_trainer.models.hugging_face.reference import TransformersConfig
     from hp_trainer.optimizers import AdamW8bitConfig
     from hp_trainer.records import CountedStep
     from hp_trainer.training import Optimizer
@@ -28,6 +29,14 @@ def hp_optimizers(registry: Registry) -> None:
 
     registry.add("adamw", _build_adamw, options=AdamWConfig, platform="torch")
     registry.add("adamw_8bit", _build_adamw_8bit, options=AdamW8bitConfig, platform="torch")
+
+
+@hookimpl
+def hp_models(registry: Registry) -> None:
+    """Register `transformers`: a model of transformers, computed by its own code."""
+    from hp_trainer.models.hugging_face.reference import TransformersConfig
+
+    registry.add("transformers", _build_transformers, options=TransformersConfig, platform="torch")
 
 
 @hookimpl
@@ -57,6 +66,13 @@ def _build_distributed_checkpoints() -> CheckpointFormat:
     from hp_platform_torch.trainer.distributed_checkpoint import DistributedCheckpoints
 
     return DistributedCheckpoints()
+
+
+def _build_transformers(options: TransformersConfig, platform: Platform) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    # Its own plain attention is the definition of the model; the weights of the trainer are float32.
+    return AutoModelForCausalLM.from_pretrained(options.path, dtype="float32", attn_implementation="eager").train()
 
 
 def _build_adamw(parameters: Iterable[tuple[str, Any]], options: AdamWConfig, platform: Platform) -> Optimizer:

@@ -140,9 +140,23 @@ class TrainingConfig:
     record_steps: int | None = Field(
         None, ge=1, description="record digests of the first n steps in digests.gz, for hp-train diff; null: none"
     )
+    record_operations: tuple[str, ...] = Field(
+        (), description="modules of which each operation is recorded, in the last recorded step; (model): of the model"
+    )
+    record_elements: str | None = Field(
+        None,
+        description="pass and name of a tensor whose elements are recorded too, such as `gradient head.weight`; "
+        "null: of none",
+    )
     record_only: bool = Field(False, description="end the run after the recorded steps, without a checkpoint")
     perturb_weights: float = Field(
         0.0, ge=0, le=0.01, description="relative change of every initial weight, which shows how rounding grows"
+    )
+    compare_with: str | None = Field(
+        None, description="run or file of digests to compare each step with; both must start from the same weights"
+    )
+    on_difference: Literal["stop", "warn"] = Field(
+        "stop", description="reaction to the first step that differs from compare_with by more than rounding"
     )
     label_smoothing: float = Field(
         0.0, ge=0, le=0.99, description="probability mass of each target spread evenly over the vocabulary"
@@ -176,8 +190,10 @@ class TrainingConfig:
                     got=str(tokens),
                 )
         yield from self._memory_problems()
-        if self.record_steps is None and self.record_only:
-            yield Problem(path="record_only", what="has no effect without training.record_steps", expected="false")
+        for name, default in (("record_only", "false"), ("record_operations", "[]"), ("record_elements", "null")):
+            if self.record_steps is None and getattr(self, name):
+                what = "has no effect without training.record_steps"
+                yield Problem(path=name, what=what, expected=default)
         micro, batch = self.micro_batch_size, self.global_batch_size
         if micro is not None and batch % micro:
             yield Problem(

@@ -132,6 +132,15 @@ def _run_problems(config: TrainerConfig, world_size: int, registered: Registries
         hint = "fault_tolerance.copies=1, or launch.nodes=null and a launcher that starts all ranks"
         yield Problem(path="launch.nodes", what=what, expected="null", got=str(config.launch.nodes), hint=hint)
     yield from group_problems(config.parameter_groups, config.optimizer.options)
+    reference = config.training.compare_with
+    # On other machines the first rank may be the only one that has it.
+    if reference is not None and not is_launched() and not Path(reference).exists():
+        yield Problem(
+            path="training.compare_with",
+            what="does not exist",
+            expected="a run with training.record_steps, or a file of `hp-train diff CONFIG --record=FILE`",
+            got=reference,
+        )
     if config.generate.prompts and not getattr(config.model.options, "is_causal", True):
         yield Problem(
             path="generate.prompts",

@@ -79,6 +79,7 @@ class Trainer:
         self._saved_at: int | None = None
         self._copies = copies
         self._step = OptimizerStep(self.setup)
+        self._is_recorded = False
         self._speed = ModelSpeed(self.setup)
         self._profile = StepProfile(config.profile, run.profile, platform, self.setup.mesh.world.rank)
         storage = checkpoint_storage(run, config)
@@ -263,15 +264,17 @@ class Trainer:
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
         """Record the step in the block, if the settings ask for it."""
-        if step > (self.config.training.record_steps or 0):
-            # The recorder is not needed again, nor is its memory.
-            self._step.recorder = None
-            yield
-            return
-        if self._step.recorder is None:
+        training = self.config.training
+        is_wanted = training.compare_with is not None or step <= (training.record_steps or 0)
+        if is_wanted and self._step.recorder is None and not self._is_recorded:
             self._step.recorder = StepRecorder(self.setup, self.run_folder, step - 1)
             for stage in self.setup.pipeline.stages if self.setup.pipeline is not None else ():
                 stage.before_call = self._step.recorder.set_rows
+        if self._step.recorder is None or not self._step.recorder.records(step):
+            # The recorder is not needed again, nor is its memory.
+            self._step.recorder, self._is_recorded = None, True
+            yield
+            return
         with self._step.recorder.step(step, self.progress.samples):
             yield
 
