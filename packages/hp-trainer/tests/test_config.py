@@ -155,7 +155,7 @@ def test_an_unknown_name_is_told_with_the_nearest_one(refusal) -> None:
         "    got: 'tinny'\n"
         "    try: tiny\n"
         "run.yaml:4: optimizer.name: unknown optimizer\n"
-        "    expected: adamw, adamw_8bit, lion, muon, sgd\n"
+        "    expected: adafactor, adamw, adamw_8bit, lion, muon, sgd\n"
         "    got: 'adam'\n"
         "    try: adamw"
     )

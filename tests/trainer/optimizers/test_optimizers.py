@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from training_runs import FOUR_RANKS, losses, newest, skip_unless_torch_or, tensors
 
 from hp_trainer.optimizers import (
     SGD,
+    Adafactor,
+    AdafactorConfig,
     AdamW8bit,
     AdamW8bitConfig,
     Lion,
@@ -19,6 +23,7 @@ from hp_trainer.plugins import registries
 OPTIMIZERS = {
     "sgd": {"optimizer": "{name: sgd, lr: 0.05, nesterov: true, weight_decay: 0.1}"},
     "lion": {"optimizer": "{name: lion, lr: 1.0e-3}"},
+    "adafactor": {"optimizer": "{name: adafactor}"},
     "muon": {"optimizer": "{name: muon, lr: 5.0e-3}"},
     "adamw_8bit": {"optimizer": "{name: adamw_8bit, lr: 5.0e-3, eps: 1.0e-5, block_size: 8, min_elements: 64}"},
     "groups": {
@@ -28,6 +33,7 @@ OPTIMIZERS = {
 SLOTS = {
     "sgd": {"momentum_buffer"},
     "lion": {"exp_avg"},
+    "adafactor": {"row", "column", "square"},
     "muon": {"momentum_buffer", "exp_avg", "exp_avg_sq"},
     "adamw_8bit": {"exp_avg", "exp_avg_sq"},
     "groups": {"exp_avg", "exp_avg_sq"},
@@ -36,7 +42,7 @@ SLOTS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_trains_alike_in_any_layout_and_goes_on_exactly(lab, name):
-    skip_unless_torch_or(lab.platform, name == "muon")
+    skip_unless_torch_or(lab.platform, name in ("adafactor", "muon"))
     # Two steps after the checkpoint: weights that the loaded state has updated show in the loss of the second.
     settings = {"training__steps": 5, **OPTIMIZERS[name]}
     full = lab.run("full", **settings)
@@ -115,6 +121,26 @@ def test_lion(hp_platform):
     np.testing.assert_allclose(found, x, rtol=2e-6)
 
 
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
+def test_adafactor(hp_platform, shape):
+    x, grads, found = steps_of(hp_platform, Adafactor, AdafactorConfig(weight_decay=0.01), shape)
+    row = column = square = 0
+    for step, grad in enumerate(grads, 1):
+        decay = 1 - step**-0.8
+        squares = grad**2 + 1e-30
+        if len(shape) == 1:
+            square = decay * square + (1 - decay) * squares
+            moment = square
+        else:
+            row = decay * row + (1 - decay) * squares.mean(-1)
+            column = decay * column + (1 - decay) * squares.mean(-2)
+            moment = (row / row.mean(-1, keepdims=True))[..., None] * column[..., None, :]
+        update = grad / np.sqrt(moment)
+        update /= max(1, math.sqrt((update**2).mean()))
+        x = x * (1 - 0.1 * 0.01) - 0.1 * max(1e-3, math.sqrt((x**2).mean())) * update
+    np.testing.assert_allclose(found, x, rtol=1e-5)
+
+
 def test_every_platform_has_them():
     known = registries().optimizers.names()
-    assert {"adamw", "sgd", "lion", "muon"} <= set(known)
+    assert {"adamw", "sgd", "lion", "adafactor", "muon"} <= set(known)

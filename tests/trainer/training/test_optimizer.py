@@ -22,6 +22,7 @@ from hp_trainer.training.optimizer import WeightAverage
 OPTIMIZERS = {
     "adamw": {"parameter_groups": "[{match: ['*norm*'], weight_decay: 0}]"},
     "lion": {"optimizer": "{name: lion, lr: 1.0e-3}"},
+    "adafactor": {"optimizer": "{name: adafactor}"},
     "muon": {"optimizer": "{name: muon, lr: 5.0e-3}"},
 }
 

@@ -55,6 +55,8 @@ def hp_optimizers(registry: Registry) -> None:
     from hp_trainer.config import AdamWConfig
     from hp_trainer.optimizers import (
         SGD,
+        Adafactor,
+        AdafactorConfig,
         AdamW,
         AdamW8bit,
         AdamW8bitConfig,
@@ -72,6 +74,7 @@ def hp_optimizers(registry: Registry) -> None:
     registry.add("adamw_8bit", AdamW8bit, options=AdamW8bitConfig)
     registry.add("sgd", SGD, options=SGDConfig)
     registry.add("lion", Lion, options=LionConfig)
+    registry.add("adafactor", Adafactor, options=AdafactorConfig)
     registry.add("muon", muon, options=MuonConfig)
 
 

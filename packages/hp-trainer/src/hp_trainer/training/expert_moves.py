@@ -102,7 +102,7 @@ class _MovedStates:
 
 
 def _state_problems(setup: RankSetup) -> Iterator[Problem]:
-    """Yield a problem if optimizer states cannot be moved row by row with an expert."""
+    """Yield a problem if optimizer states cannot be moved row by row with an expert, such as those of Adafactor."""
     states = setup.optimizer.state()
     for name, parameter in setup.platform.named_parameters(setup.model):
         if ".experts." not in name:
