@@ -1,16 +1,17 @@
-"""Perplexity of a run's model is the same by command and in training."""
+"""Perplexity of a run's model is the same by command and in training, and the tasks of lm-eval are left to it."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 from training_runs import FOUR_RANKS, events
 
 from hp_dtensor.testing import run_ranks
-from hp_trainer import cli
+from hp_trainer import cli, evaluation
 from hp_trainer.cli.report import evaluate_on_rank
 
 STEP = re.compile(r"step (\d+): loss ([\d.]+) nats per token, perplexity ([\d.]+), over ([\d,]+) tokens")
@@ -84,3 +85,32 @@ def test_data_that_cannot_be_evaluated_are_refused(lab, capsys):
     assert "there are no evaluation samples; give some by --data.path" in capsys.readouterr().err
     assert cli.main(["evaluate", str(run.path), "--data.path=none.txt"]) == 2
     assert "data.path: does not exist" in capsys.readouterr().err
+
+
+def test_tasks_need_an_exported_model_and_the_library(tmp_path: Path, monkeypatch, capsys):
+    assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
+    assert "has no exported model (no config.json); write one with `hp-train export" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag"]) == 2
+    assert "tasks need lm-eval, but lm_eval and transformers cannot be imported" in capsys.readouterr().err
+
+
+def test_tasks_are_run_by_lm_eval_with_its_own_options(tmp_path: Path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "lm_eval.py").write_text(
+        "import json, sys; json.dump(sys.argv[1:], open('given.json', 'w')); sys.exit(3)"
+    )
+    monkeypatch.setattr(evaluation.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["evaluate", str(tmp_path), "--tasks=hellaswag,arc_easy", "--limit", "10"]) == 3
+    given = json.loads((tmp_path / "given.json").read_text())
+    assert given == [
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={tmp_path}",
+        "--tasks",
+        "hellaswag,arc_easy",
+        "--limit=10",
+    ]

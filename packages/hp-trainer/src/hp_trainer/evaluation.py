@@ -1,8 +1,11 @@
-"""Evaluation of trained models: perplexity, and generated text."""
+"""Evaluation of trained models: perplexity, tasks of lm-eval, and generated text."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -145,6 +148,31 @@ def _loss_sum(platform: Platform, model: Any, batches: Iterable[Batch]) -> tuple
         with use_sequence_sharding(batch.sharding):
             total += float(platform.to_numpy(model(*map(platform.from_numpy, batch.arrays()))))
     return total, targets
+
+
+def run_harness(model: Path, tasks: str, more: Sequence[str] = ()) -> int:
+    """Run lm-eval on a Hugging Face model directory in a subprocess, and return its exit code.
+
+    Args:
+        model: directory with `config.json` and weights, as `hp-train export` writes it.
+        tasks: names of tasks, separated by commas.
+        more: further arguments of lm-eval, such as `--limit=10`.
+
+    Raises:
+        EvaluationError: lm-eval or transformers is not installed, or the directory has no model.
+    """
+    if not (model / "config.json").is_file():
+        raise EvaluationError(
+            f"{model} has no exported model (no config.json); write one with `hp-train export RUN --to={model}`"
+        )
+    missing = [name for name in ("lm_eval", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise EvaluationError(
+            f"tasks need lm-eval, but {' and '.join(missing)} cannot be imported; install it: pip install 'lm_eval[hf]'"
+        )
+    # A process of its own: lm-eval parses a command line and may end its process.
+    command = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={model}"]
+    return subprocess.run([*command, "--tasks", tasks, *more], check=False).returncode
 
 
 Model = Any

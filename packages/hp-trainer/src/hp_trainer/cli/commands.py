@@ -35,7 +35,7 @@ COMMANDS = {
     "report": ("report", "Write an HTML file about a run: curves, layout, settings."),
     "compare": ("report", "Compare results, settings and curves of several runs."),
     "diff": ("diff", "Find the first place where two runs or settings part."),
-    "evaluate": ("report", "Print loss and perplexity of a run."),
+    "evaluate": ("report", "Print loss and perplexity of a run, or run lm-eval's tasks."),
     "generate": ("report", "Continue prompts with the model of a run."),
     "export": ("export", "Write the model of a run for transformers, PEFT or torch."),
     "import": ("export", "Convert a checkpoint of torch.distributed.checkpoint."),

@@ -18,7 +18,7 @@ from hp_trainer.cli.commands import Command, Overrides, SettingsCommand, run_arg
 from hp_trainer.cli.completion import run_folders
 from hp_trainer.cli.shared import newest, open_run, refuse, weights_option
 from hp_trainer.config import ParallelConfig, TrainerConfig
-from hp_trainer.evaluation import Perplexity, generate, measure_perplexity
+from hp_trainer.evaluation import Perplexity, generate, measure_perplexity, run_harness
 from hp_trainer.exceptions import CheckpointError, Problem
 from hp_trainer.launch import check_evaluation, import_platform, is_first_process, world_size_of
 from hp_trainer.plugins import registries
@@ -102,11 +102,16 @@ def compare_command(runs: tuple[str, ...], to: Path) -> int:
 @click.command("evaluate", cls=SettingsCommand)
 @run_argument
 @weights_option
-def evaluate_command(run: str, weights: str | None, overrides: Overrides) -> int:
+@click.option("--tasks", metavar="NAME,...", help="Tasks of lm-eval; RUN is then an exported model.")
+def evaluate_command(run: str, weights: str | None, tasks: str | None, overrides: Overrides) -> int:
     """Print loss and perplexity of RUN on its evaluation data, or on other data (--data.path=FILE).
 
-    A run is evaluated on one rank, on several with --launch.local_ranks=N, or on the ranks of a launcher.
+    A run is evaluated on one rank, on several with --launch.local_ranks=N, or on the ranks of a launcher. With --tasks
+    other options are lm-eval's, such as --limit=100.
     """
+    # With tasks the settings are options of lm-eval.
+    if tasks is not None:
+        return run_harness(Path(run), tasks, [f"--{name}={value}" for name, value in overrides])
     _, config = _open(run, overrides)
     # One rank, unless a launcher or the command line says otherwise: the setting of the training does not count.
     asked = any(name == "launch.local_ranks" for name, _ in overrides)
