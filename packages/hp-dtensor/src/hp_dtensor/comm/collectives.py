@@ -42,13 +42,6 @@ def vary(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     return _platform(groups[0]).linear_map(x, lambda t: t, lambda g: functools.reduce(all_reduce_data, groups, g))
 
 
-def local_slice(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
-    """Return this rank's shard (R -> S). Backward all-gathers."""
-    return _platform(group).linear_map(
-        x, lambda t: slice_data(t, group, dim, lengths), lambda g: gather_data(g, group, dim, lengths)
-    )
-
-
 def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     """Reduce over the ranks (P -> R).
 
@@ -73,17 +66,6 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -
         x,
         saving_result(lambda t: reduce_scatter_data(t, group, dim, lengths)),
         lambda g: gather_data(g, group, dim, lengths),
-    )
-
-
-def all_to_all(
-    x: Tensor, group: ProcessGroup, split_dim: int, split_lengths: Lengths, cat_dim: int, cat_lengths: Lengths
-) -> Tensor:
-    """Shard along `split_dim` what was sharded along `cat_dim` (S -> S). Backward does the reverse."""
-    return _platform(group).linear_map(
-        x,
-        saving_result(lambda t: all_to_all_data(t, group, split_dim, split_lengths, cat_dim, cat_lengths)),
-        lambda g: all_to_all_data(g, group, cat_dim, cat_lengths, split_dim, split_lengths),
     )
 
 
@@ -123,9 +105,6 @@ def saving_result(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
         3
     """
     return lambda x: saved_result(COLLECTIVES, lambda: collective(x))
-
-
-# Without autograd -----------------------------------------------------------------------------------------
 
 
 def gather_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
@@ -183,25 +162,6 @@ def all_reduce_data(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
     result = _own_copy(group, x)
     group.all_reduce(result, op)
     return result
-
-
-def all_to_all_data(
-    x: Tensor, group: ProcessGroup, split_dim: int, split_lengths: Lengths, cat_dim: int, cat_lengths: Lengths
-) -> Tensor:
-    """Split `x` along `split_dim`, send chunk j to rank j, and concatenate what is received along `cat_dim`."""
-    if group.size == 1:
-        return x
-    platform = _platform(group)
-    # Every rank knows the lengths of all ranks. So no message shapes are exchanged, and both sides skip empty messages.
-    sends = [_contiguous(group, chunk) for chunk in platform.ops.split(x, list(split_lengths), split_dim)]
-    shape = list(x.shape)
-    shape[split_dim] = split_lengths[group.rank]
-    receives = []
-    for length in cat_lengths:
-        shape[cat_dim] = length
-        receives.append(platform.empty(tuple(shape), x.dtype))
-    group.exchange(sends, receives)
-    return platform.ops.cat(receives, cat_dim)
 
 
 def all_to_all_rows_data(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_rows: Lengths) -> Tensor:
@@ -296,9 +256,6 @@ def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-# Messages of several tensors ------------------------------------------------------------------------------
-
-
 def pack(platform: Platform, tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of one dtype into one contiguous vector, a message for `ProcessGroup.exchange`."""
     flat = [platform.ops.reshape(platform.contiguous(x), (-1,)) for x in tensors]
@@ -317,23 +274,28 @@ def unpack(platform: Platform, message: Tensor, shapes: Sequence[tuple[int, ...]
 
 
 def exchange_packed(
-    group: ProcessGroup, sends: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], dtype: Any
+    group: ProcessGroup,
+    sends: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[tuple[int, ...]]],
+    dtype: Any,
+    device: Any = None,
 ) -> list[list[Tensor]]:
     """Exchange one message of several tensors between each pair of ranks, and return the tensors from each rank.
 
     Args:
         sends: the tensors for each rank. Those for this rank itself are returned as they are.
         shapes: the shapes of the tensors from each rank; an empty list for one that sends nothing.
+        device: of the results; default: this rank's.
     """
     platform, me = _platform(group), group.rank
     messages = [pack(platform, x) if x and j != me else None for j, x in enumerate(sends)]
-    receives = [empty_message(platform, x, dtype) if x and j != me else None for j, x in enumerate(shapes)]
+    receives = [empty_message(platform, x, dtype, device) if x and j != me else None for j, x in enumerate(shapes)]
     group.exchange(messages, receives)
     found = [unpack(platform, x, each) if x is not None else [] for x, each in zip(receives, shapes, strict=True)]
     found[me] = list(sends[me])
     return found
 
 
-def empty_message(platform: Platform, shapes: Sequence[tuple[int, ...]], dtype: Any) -> Tensor:
+def empty_message(platform: Platform, shapes: Sequence[tuple[int, ...]], dtype: Any, device: Any = None) -> Tensor:
     """Return uninitialized memory for a message of tensors of these shapes."""
-    return platform.empty((sum(math.prod(shape) for shape in shapes),), dtype)
+    return platform.empty((sum(math.prod(shape) for shape in shapes),), dtype, device)

@@ -59,10 +59,7 @@ class AcrossPlan:
         return (sum(within) + self._elements * self.itemsize) / len(self.ranks)
 
     def run(self, local: Tensor) -> Tensor:
-        """Return this rank's `local` (plain; empty outside the source's mesh) redistributed; differentiable.
-
-        Backward communicates too, so every rank of both meshes must run it.
-        """
+        """Return this rank's `local` redistributed. Backward communicates: every rank of both meshes must run it."""
         if self.source.mesh.world.rank not in self.ranks:
             return local
         platform = self.source.mesh.platform
@@ -97,10 +94,7 @@ class AcrossPlan:
 
     @functools.cached_property
     def _recipe(self) -> Recipe:
-        """The assembly of the result from the messages.
-
-        The messages fill the cells of a grid: along each dimension, all owners split the result at the same indices.
-        """
+        """The assembly of the result: messages fill a grid, as all owners split a dimension at the same indices."""
         shape = self.after.source.local_shape
         # No message is received, and the grid would have no cell.
         if 0 in shape:
@@ -111,8 +105,6 @@ class AcrossPlan:
             for dim in range(len(shape))
         ]
         return grid_recipe(runs_by_dim, functools.partial(_cell_recipe, owners))
-
-    # Senders and receivers ----------------------------------------------------------------------------------
 
     @functools.cached_property
     def _sends(self) -> list[Region | None]:
@@ -188,10 +180,7 @@ class AcrossPlan:
         return [(where, self._source_ranges[spec.mesh.rank_at(where)]) for where in itertools.product(*choices)]
 
     def _sender(self, receiver: int, owner: Sequence[int]) -> int:
-        """Return the global rank that sends the shard at coordinate `owner` to `receiver`.
-
-        It is the receiver itself if that holds the shard too, otherwise one of the replicas, in turns.
-        """
+        """Return the rank that sends `receiver` the shard of `owner`: itself if it has it, else a replica in turns."""
         spec = self.before.target
         replicated = [axis for axis, placement in enumerate(spec.placements) if placement.is_replicate()]
         own = self._coordinates.get(receiver)
@@ -234,10 +223,7 @@ def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> Ac
 
 
 def _exchangeable(spec: TensorSpec, divide: bool) -> TensorSpec:
-    """Return `spec` without partial results and ragged shards, which only its own mesh can handle.
-
-    With `divide`, partial results become even shards where possible (a reduce-scatter), otherwise replicas.
-    """
+    """Return `spec` without ragged shards and partial results, which become even shards (`divide`) or replicas."""
     result: list[Placement] = []
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, RaggedShard):

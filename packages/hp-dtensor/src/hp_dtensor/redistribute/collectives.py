@@ -8,9 +8,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
+from hp_dtensor.comm.collectives import exchange_packed
 from hp_dtensor.comm.process_group import Work
 from hp_dtensor.platform.interface import Platform
-from hp_dtensor.redistribute.exchange import Exchange, Received
+from hp_dtensor.redistribute.exchange import Exchange
 from hp_dtensor.redistribute.plan import HINT_IF_RANKS_DIFFER, RedistributePlan, Step, after
 from hp_dtensor.redistribute.segments import Placements, sharded_dim
 
@@ -156,11 +157,7 @@ class AllToAll(Collective):
 
 
 def _blocks_to_tensor(platform: Platform, blocks: Tensor, splits: Sequence[tuple[int, int]]) -> Tensor:
-    """Return the tensor whose shards are `blocks`, concatenated in dim 0 in rank order.
-
-    Args:
-        splits: (dimension, number of shards) of each axis, the outermost first.
-    """
+    """Return the tensor whose shards are `blocks`; `splits` has (dimension, shards) of each axis, outermost first."""
     # Sharded along dim 0 only, the blocks in rank order already are the tensor.
     if all(dim == 0 for dim, _ in splits):
         return blocks
@@ -292,34 +289,20 @@ def _collect(steps: Sequence[Collective], locals_: Sequence[Tensor]) -> list[Ten
 def _exchange(steps: Sequence[Exchange], locals_: Sequence[Tensor]) -> list[Tensor]:
     """Run several steps as one exchange by concatenating all messages from one rank to another."""
     platform, group, like = steps[0].platform, steps[0].group, locals_[0]
-    outgoing: list[list[Tensor]] = [[] for _ in range(group.size)]
-    incoming: list[list[int]] = [[] for _ in range(group.size)]
+    sends: list[list[Tensor]] = [[] for _ in range(group.size)]
+    shapes: list[list[tuple[int, ...]]] = [[] for _ in range(group.size)]
     for step, local in zip(steps, locals_, strict=True):
         for i, message in step.outgoing(local):
-            outgoing[i].append(platform.ops.reshape(message, (-1,)))
+            sends[i].append(message)
         for i, _, shape in step.incoming:
-            incoming[i].append(math.prod(shape))
-    sends = [platform.contiguous(platform.ops.cat(messages, 0)) if messages else None for messages in outgoing]
-    device = platform.device_of(like)
-    receives = [platform.empty((sum(sizes),), like.dtype, device) if sizes else None for sizes in incoming]
-    group.exchange(sends, receives)
-    passed = [0] * group.size
-    results = []
-    for step, local in zip(steps, locals_, strict=True):
-        received: Received = {}
-        for i, peer, shape in step.incoming:
-            numel = math.prod(shape)
-            received[peer] = platform.ops.reshape(
-                _owned_copy(platform, platform.ops.narrow(receives[i], 0, passed[i], numel)), shape
-            )
-            passed[i] += numel
-        results.append(step.assemble(local, received))
-    return results
+            shapes[i].append(shape)
+    arrived = list(map(iter, exchange_packed(group, sends, shapes, like.dtype, platform.device_of(like))))
+    return [
+        step.assemble(local, {peer: _owned_copy(platform, next(arrived[i])) for i, peer, _ in step.incoming})
+        for step, local in zip(steps, locals_, strict=True)
+    ]
 
 
 def _owned_copy(platform: Platform, view: Tensor) -> Tensor:
-    """Return a contiguous copy of a view of a bucket.
-
-    The result then neither keeps the bucket alive nor shares its version counter.
-    """
+    """Return a contiguous copy, which neither keeps a bucket alive nor shares its version counter."""
     return platform.contiguous(platform.ops.clone(view))

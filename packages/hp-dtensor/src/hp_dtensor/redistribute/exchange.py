@@ -24,8 +24,6 @@ from hp_dtensor.redistribute.segments import (
 from hp_dtensor.spec.placements import Shard
 from hp_dtensor.spec.tensor_spec import Ranges, join_ranges, split_ranges
 
-# Volume ---------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Volume:
@@ -82,11 +80,7 @@ def _volume(
     in_place: int,
     also_reduced: Sequence[int],
 ) -> Volume:
-    """Return the volume if the axes `also_reduced`, partial in source and target, are reduced too.
-
-    Args:
-        in_place: number of elements that need not move (`elements_in_place`).
-    """
+    """Return the volume if the axes `also_reduced`, partial in source and target, are reduced too."""
     pairs = list(enumerate(zip(source, target, strict=True)))
     reduced = tuple(a for a, (s, t) in pairs if s.is_partial() and (a in also_reduced or not t.is_partial()))
     # Along an axis that stays partial every rank redistributes a tensor of its own.
@@ -109,8 +103,6 @@ def _volume(
     reducing = lines * replicas * elements * (terms - 1)
     return Volume(reducing, lines * (elements * copies_needed - replicas * in_place), reduced, tuple(divided))
 
-
-# Owners, senders and receivers ----------------------------------------------------------------------------
 
 Coordinate = tuple[int, ...]
 Row = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -206,11 +198,7 @@ class Ownership:
         return {a: c for a, c in enumerate(coordinate) if a not in moving}
 
     def _rows(self, source: Mapping[int, int], target: Mapping[int, int]) -> list[list[Row]]:
-        """Return, per dimension, the rows that ranks at the given coordinates hold in the source and in the target.
-
-        Args:
-            source, target: axis -> coordinate. Axes that are missing stand for all their coordinates.
-        """
+        """Return, per dimension, the rows that ranks hold in both; axes without a coordinate stand for all."""
         result = []
         for dim, size in enumerate(self.shape):
             first = segments(size, shardings_of(self.source, dim), self.mesh_shape, source)
@@ -308,11 +296,7 @@ Received = dict[Hashable, Tensor]
 
 
 class Region:
-    """A selection from a local tensor: some runs along each dimension.
-
-    Args:
-        sizes: the shape of the local tensor.
-    """
+    """A selection from a local tensor of shape `sizes`: some runs along each dimension."""
 
     __slots__ = ("_narrowed", "runs", "shape")
 
@@ -419,19 +403,13 @@ def grid_recipe(
     return recipes[0] if len(recipes) == 1 else Concatenation(dim, recipes)
 
 
-# Messages -------------------------------------------------------------------------------------------------
-
 Owner = tuple[int, ...]
 """Coordinates of the owner of some rows of one dimension, on the owner axes of that dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedRun:
-    """A run of the result along one dimension, and its owner; None stands for zeros.
-
-    Attributes:
-        offset: of the run among all rows of this owner.
-    """
+    """A run of the result along one dimension, at `offset` among its owner's rows. The owner None stands for zeros."""
 
     owner: Owner | None
     offset: int
@@ -487,10 +465,7 @@ _MessagesByOwners = dict[tuple[Owner, ...], tuple[Coordinate, tuple[int, ...]]]
 
 
 def _cell_recipe(found: _MessagesByOwners, chosen: tuple[OwnedRun, ...]) -> Recipe:
-    """Return the recipe for one cell of the result, given by one run per dimension.
-
-    It is a region of one message, or zeros if the run of any dimension has no owner.
-    """
+    """Return the recipe for one cell, of one run per dimension: a region of a message, or zeros without an owner."""
     owners = tuple(run.owner for run in chosen if run.owner is not None)
     if len(owners) < len(chosen):
         return Zeros(tuple(run.length for run in chosen))
@@ -516,12 +491,7 @@ def reduction_regions(ownership: Ownership, me: Coordinate) -> dict[Coordinate, 
 def _outgoing_regions(
     ownership: Ownership, me: Coordinate, rows: Sequence[Sequence[Row]], held: Sequence[Ranges]
 ) -> dict[Coordinate, Region]:
-    """Return the regions that rank `me` sends, by receiver.
-
-    Args:
-        rows: per dimension, the rows that `me` owns.
-        held: per dimension, the ranges of these rows.
-    """
+    """Return the regions that `me` sends, by receiver, given the rows that it owns by dimension and their ranges."""
     if not ownership.moving_axes or not ownership.holds_any(me):
         return {}
     wanted: list[dict[Coordinate, list[tuple[int, int]]]] = []
@@ -589,12 +559,7 @@ def _staying_region(
 
 
 def _coordinates_by_axis(axes: Sequence[Sequence[int]], coordinates: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return mesh axis -> coordinate.
-
-    Args:
-        axes: per tensor dimension, the mesh axes that shard it.
-        coordinates: per tensor dimension, the coordinates on these axes.
-    """
+    """Return mesh axis -> coordinate, from the axes of each tensor dimension and the coordinates on them."""
     return {
         a: c
         for dim_axes, dim_coordinates in zip(axes, coordinates, strict=True)
@@ -602,21 +567,18 @@ def _coordinates_by_axis(axes: Sequence[Sequence[int]], coordinates: Sequence[Se
     }
 
 
-# Steps ----------------------------------------------------------------------------------------------------
-
-
 class Exchange(Step):
-    """Exchange in which each rank receives exactly what it lacks. Without axes, a change of the local data only.
-
-    Attributes:
-        ownership: the owner of each element before the step.
-    """
+    """Exchange in which each rank receives exactly what it lacks; without axes, a change of the local data only."""
 
     ownership: Ownership
 
     def run(self, local: Tensor) -> Tensor:
+        return self.start(local)()
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
         if not self.axes:
-            return self.assemble(local, {})
+            result = self.assemble(local, {})
+            return lambda: result
         platform = self.platform
         sends: list[Tensor | None] = [None] * self.group.size
         receives: list[Tensor | None] = [None] * self.group.size
@@ -626,41 +588,11 @@ class Exchange(Step):
         device = platform.device_of(local)
         for i, peer, shape in self.incoming:
             received[peer] = receives[i] = platform.empty(shape, local.dtype, device)
-        self.group.exchange(sends, receives)
-        return self.assemble(local, received)
+        return after(self.group.start_exchange(sends, receives), lambda: self.assemble(local, received))
 
     def outgoing(self, local: Tensor) -> list[tuple[int, Tensor]]:
         """Return (group rank, message to it) in the order of the group."""
         return [(i, self.platform.contiguous(region.of(self.platform, local))) for i, region in self._outgoing]
-
-    def start(self, local: Tensor) -> Callable[[], Tensor]:
-        """Start the exchange in the background, as one all-to-all of flat messages of different lengths."""
-        if not self.axes:
-            return super().start(local)
-        platform, group = self.platform, self.group
-        outgoing, incoming = [0] * group.size, [0] * group.size
-        for i, region in self._outgoing:
-            outgoing[i] = math.prod(region.shape)
-        for i, _, shape in self.incoming:
-            incoming[i] = math.prod(shape)
-        device = platform.device_of(local)
-        messages = [platform.ops.reshape(x, (-1,)) for _, x in self.outgoing(local)] or [
-            platform.empty((0,), local.dtype, device)
-        ]
-        received = platform.empty((sum(incoming),), local.dtype, device)
-        sent = platform.contiguous(platform.ops.cat(messages, 0))
-        work = group.all_to_all_into(received, sent, incoming, outgoing, True)
-        return after(work, lambda: self.assemble(local, self._unflatten(received)))
-
-    def _unflatten(self, flat: Tensor) -> Received:
-        platform, start = self.platform, 0
-        received: Received = {}
-        for _, peer, shape in self.incoming:
-            message = platform.ops.narrow(flat, 0, start, math.prod(shape))
-            # Cloned: a result that is a view of one message would keep the buffer of all messages alive.
-            received[peer] = platform.ops.reshape(platform.ops.clone(message), shape)
-            start += math.prod(shape)
-        return received
 
     def assemble(self, local: Tensor, received: Received) -> Tensor:
         """Return the result of the step from the messages, by the coordinates of their senders, and from `local`."""

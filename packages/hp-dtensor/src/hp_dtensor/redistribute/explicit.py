@@ -68,11 +68,7 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
 
 
 def gathered(operation: str, x: Any) -> Any:
-    """Return the full tensor of a DTensor, plain, for an operation that needs it on every rank.
-
-    Raises:
-        ImplicitRedistributionError: inside a block of `explicit_redistribution`.
-    """
+    """Return the full tensor of a DTensor, plain; refused inside a block of `explicit_redistribution`."""
     spec: TensorSpec = x.spec
     check_explicit(operation, (), spec, spec.with_placements([Replicate()] * spec.mesh.ndim))
     return x.full_tensor()

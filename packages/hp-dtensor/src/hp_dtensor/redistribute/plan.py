@@ -274,20 +274,14 @@ class RedistributePlan:
         return local
 
     def start_data(self, local: Tensor) -> Callable[[], Tensor]:
-        """Start `run_data` of a plan with steps, on a rank of the mesh; return a function that waits for its result.
-
-        Only the last step runs in the background. The others are done when this returns.
-        """
+        """Start `run_data` of a plan with steps; return a function that waits for the last one, in the background."""
         *first, last = self.stages
         for stage in first:
             local = stage.run_data(local)
         return last.start_data(local)
 
     def record(self, local: Tensor, result: Tensor) -> Tensor:
-        """Return `result`, computed by `run_data` from `local`, with the autograd node that `run` would create.
-
-        Not for a plan that `selects`.
-        """
+        """Return `run_data`'s result with the autograd node that `run` would create. Not for a plan that `selects`."""
         return self._record_with(local, result, self.run_backward)
 
     def _record_with(self, local: Tensor, result: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
@@ -323,8 +317,6 @@ class RedistributePlan:
     def is_outside_mesh(self) -> bool:
         """Return whether this rank is outside the mesh, so that it holds no data."""
         return self.source.mesh.get_coordinate() is None
-
-    # Results that each rank uses differently ----------------------------------------------------------------
 
     def varies_cheaply(self, axes: tuple[int, ...]) -> bool:
         """Return whether `run_varying` sends fewer bytes in backward than a varying view of the gathered result.

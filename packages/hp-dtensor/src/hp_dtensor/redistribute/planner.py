@@ -8,7 +8,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from hp_dtensor.comm.links import DEFAULT_LINKS, Links
 from hp_dtensor.comm.mesh import DeviceMesh, require_mesh
@@ -46,12 +45,8 @@ class Move:
     volume: Volume | None = None
 
 
-def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tuple[Move, ...]:
-    """Return the moves from `source` to the problem's target.
-
-    Args:
-        by_bytes: minimize bytes and then time; otherwise time alone.
-    """
+def cheapest_moves(problem: Problem, source: Placements) -> tuple[Move, ...]:
+    """Return the moves from `source` to the problem's target: of those with the fewest bytes the fastest."""
     # Tickets break ties: heap entries must never be compared by their placements, which have no order.
     ticket = itertools.count()
     queue: list[tuple[tuple[float, ...], int, Placements, tuple[Move, ...]]] = [((0.0, 0, 0, 0), 0, source, ())]
@@ -68,7 +63,7 @@ def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tupl
             spent = sum(move.elements for move in moves)
             # With the minimum still to come known exactly, an edge that would make the total exceed the minimum from
             # here is never followed. This prunes most of the states.
-            if arrival in done or (by_bytes and spent + problem.least(arrival).total > problem.least(state).total):
+            if arrival in done or spent + problem.least(arrival).total > problem.least(state).total:
                 continue
             heapq.heappush(queue, (_add(cost, moves, problem.seconds), next(ticket), arrival, (*path, *moves)))
     # Too many states on a mesh of many axes: the direct exchange sends the fewest bytes, though perhaps not fastest.
@@ -76,10 +71,7 @@ def cheapest_moves(problem: Problem, source: Placements, by_bytes: bool) -> tupl
 
 
 def _add(cost: tuple[float, ...], moves: Sequence[Move], seconds: Seconds) -> tuple[float, ...]:
-    """Return the cost of a path extended by `moves`: (seconds, irregular steps, communicating steps, local steps).
-
-    The counts break ties in favour of few steps and of the framework's own collectives.
-    """
+    """Return the cost of a path extended by `moves`: seconds, then irregular, communicating and local steps."""
     total, irregular, communicating, local = cost
     for move in moves:
         total += seconds(move.name, move.axes, move.elements)
@@ -259,7 +251,6 @@ def _subsets(axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 LINEAR = ("sum", "avg")
-Minimize = Literal["bytes", "seconds"]
 
 
 def plan_redistribute(
@@ -269,9 +260,10 @@ def plan_redistribute(
     shape: Sequence[int],
     itemsize: int = 4,
     links: Links = DEFAULT_LINKS,
-    minimize: Minimize = "bytes",
 ) -> RedistributePlan:
-    """Return the cheapest plan from `source` to `target`. Communicates nothing and needs no processes.
+    """Return the plan from `source` to `target` with the fewest bytes and, among such plans, the shortest time.
+
+    Communicates nothing and needs no processes.
 
     Args:
         mesh: may belong to a fake world.
@@ -279,7 +271,6 @@ def plan_redistribute(
         shape: the global shape.
         itemsize: bytes per element.
         links: latency and bandwidth of the mesh axes.
-        minimize: `"bytes"`: the fewest bytes and, among such plans, the shortest time; `"seconds"`: the shortest time.
 
     Returns:
         A plan with `steps`, `wire_bytes` (sent per rank, the mean over ranks) and `seconds`. `print` explains it.
@@ -287,7 +278,6 @@ def plan_redistribute(
     Raises:
         MeshError: `mesh` is not a mesh.
         PlacementError: placements that do not fit mesh or shape, or a redistribution that does not exist.
-        ValueError: another `minimize`.
 
     Examples:
         >>> with fake_world(8):
@@ -296,20 +286,14 @@ def plan_redistribute(
         >>> plan.wire_bytes == 1024 * 1024 * 2 // 8 * 7 // 8  # all-to-all: each rank keeps an eighth of its shard
         True
     """
-    if minimize not in ("bytes", "seconds"):
-        raise ValueError(f"plan_redistribute: minimize must be 'bytes' or 'seconds', got {minimize!r}")
     mesh = require_mesh("plan_redistribute", mesh)
     specs = [TensorSpec(mesh, require_placements("plan_redistribute", mesh, p), shape, None) for p in (source, target)]
-    return plan_between(*specs, itemsize, links, minimize)
+    return plan_between(*specs, itemsize, links)
 
 
 @cached_by_spec(maxsize=4096)
 def plan_between(
-    source: TensorSpec,
-    target: TensorSpec,
-    itemsize: int = 4,
-    links: Links = DEFAULT_LINKS,
-    minimize: Minimize = "bytes",
+    source: TensorSpec, target: TensorSpec, itemsize: int = 4, links: Links = DEFAULT_LINKS
 ) -> RedistributePlan:
     """Return the plan between two specs of the same mesh and shape. Plans are cached."""
     if source.mesh != target.mesh:
@@ -318,17 +302,12 @@ def plan_between(
         )
     if source.shape != target.shape:
         raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")
-    stages = [
-        _StagePlanner(first, second, itemsize, links, minimize).stage() for first, second in _stages(source, target)
-    ]
+    stages = [_StagePlanner(first, second, itemsize, links).stage() for first, second in _stages(source, target)]
     return RedistributePlan(source, target, itemsize, tuple(stages), plan_between)
 
 
 def _stages(source: TensorSpec, target: TensorSpec) -> Iterator[tuple[TensorSpec, TensorSpec]]:
-    """Yield (source, target) of each stage.
-
-    There are two if one kind of partial results must be reduced before another kind is made, otherwise one.
-    """
+    """Yield (source, target) of each stage: two if one kind of partial results is reduced before another is made."""
     kinds = _partial_kinds(source), _partial_kinds(target)
     if source is target:
         return
@@ -356,10 +335,7 @@ def _partial_kinds(spec: TensorSpec) -> set[str]:
 
 
 def _average_factors(source: TensorSpec, target: TensorSpec) -> tuple[int, int]:
-    """Return (multiplier, divisor) that convert averages to sums or sums to averages.
-
-    A value that is not partial counts as a sum.
-    """
+    """Return (multiplier, divisor) that convert averages to sums or back. A value that is not partial is a sum."""
     up, down = (
         math.prod(n for n, p in zip(spec.mesh.shape, spec.placements, strict=True) if p == Partial("avg"))
         for spec in (target, source)
@@ -371,10 +347,9 @@ def _average_factors(source: TensorSpec, target: TensorSpec) -> tuple[int, int]:
 class _StagePlanner:
     """Planner of one stage, whose partial results are all of one kind."""
 
-    def __init__(self, source: TensorSpec, target: TensorSpec, itemsize: int, links: Links, minimize: Minimize) -> None:
+    def __init__(self, source: TensorSpec, target: TensorSpec, itemsize: int, links: Links) -> None:
         self.source, self.target, self.itemsize = source, target, itemsize
-        self.links, self.minimize = links, minimize
-        self.mesh, self.shape = source.mesh, source.shape
+        self.links, self.mesh, self.shape = links, source.mesh, source.shape
         self.mesh_shape = self.mesh.shape
         self.names = self.mesh.mesh_dim_names
         self.op = next(iter(_partial_kinds(source) | _partial_kinds(target)), "sum")
@@ -398,10 +373,7 @@ class _StagePlanner:
         return Stage(self.source, self.target, tuple(steps), self.op, self.factors, self.itemsize, replan=plan_between)
 
     def _plain(self, placements: Placements, before: Placements | None = None) -> Placements:
-        """Return placements in the search's terms.
-
-        Axes of one rank are replicated, averages are sums, and an axis that becomes partial max or min is replicated.
-        """
+        """Return placements in the search's terms: axes of one rank are replicated, averages are sums."""
         result: list[Placement] = []
         for axis, placement in enumerate(placements):
             if self.mesh_shape[axis] == 1:
@@ -426,8 +398,6 @@ class _StagePlanner:
             )
         return REPLICATE
 
-    # Moves --------------------------------------------------------------------------------------------------
-
     def _moves(self, source: Placements, target: Placements) -> tuple[Move, ...]:
         """Return the search's moves, with the numbers of elements of this tensor."""
         if source == target:
@@ -441,13 +411,10 @@ class _StagePlanner:
         first, last = without_ragged(source), without_ragged(target)
         small = _smallest_alike(self.shape, self.mesh_shape, first, last, uneven)
         # Where latency counts, the best plan for 1 kB is not the one for 1 GB. Powers of two keep cached plans few.
-        # With one latency and one bandwidth for all axes and bytes first, the size changes no ranking.
-        depends_on_size = self.minimize == "seconds" or not self.links.is_uniform
-        size_class = (math.prod(self.shape) * self.itemsize).bit_length() if depends_on_size else 0
+        # With one latency and one bandwidth for all axes, the size changes no ranking.
+        size_class = 0 if self.links.is_uniform else (math.prod(self.shape) * self.itemsize).bit_length()
         is_linear, links = self.op == "sum", self.links
-        moves = _find_moves(
-            small, self.mesh_shape, first, last, is_linear, uneven, links, self.minimize, self.names, size_class
-        )
+        moves = _find_moves(small, self.mesh_shape, first, last, is_linear, uneven, links, self.names, size_class)
         scale, unit = math.prod(self.shape), math.prod(small)
         scaled = [replace(move, elements=move.elements * scale // unit) for move in moves]
         if not uneven:
@@ -472,8 +439,6 @@ class _StagePlanner:
             return least_volume(self.shape, ranks, source, target).total * self.mesh.size() // math.prod(ranks)
         except PlacementError:
             return otherwise
-
-    # Steps --------------------------------------------------------------------------------------------------
 
     def _step(self, move: Move, wire_bytes: float | None = None) -> Step:
         """Return the step of a move. `wire_bytes` defaults to the move's elements over all ranks."""
@@ -543,7 +508,6 @@ def _find_moves(
     linear: bool,
     uneven: frozenset[int],
     links: Links,
-    minimize: Minimize,
     names: tuple[str, ...],
     size_class: int,
 ) -> tuple[Move, ...]:
@@ -556,8 +520,7 @@ def _find_moves(
     def seconds(name: str, axes: tuple[int, ...], elements: int) -> float:
         return links.seconds(name, [names[a] for a in axes], elements * scale)
 
-    problem = Problem(shape, mesh_shape, target, linear, seconds, uneven)
-    return cheapest_moves(problem, source, minimize == "bytes")
+    return cheapest_moves(Problem(shape, mesh_shape, target, linear, seconds, uneven), source)
 
 
 def _smallest_alike(
@@ -567,10 +530,7 @@ def _smallest_alike(
     target: Placements,
     uneven: frozenset[int],
 ) -> tuple[int, ...]:
-    """Return the smallest shape that is sharded in the same proportions: all such shapes share one search.
-
-    A dimension with ragged shards is made long enough for every sharding to divide it.
-    """
+    """Return the smallest shape sharded in the same proportions, for which all such shapes share one search."""
     all_ranks = math.prod(
         n for n, s, t in zip(mesh_shape, source, target, strict=True) if not (s == t and s.is_replicate())
     )
@@ -591,8 +551,6 @@ def _smallest_alike(
     return tuple(result)
 
 
-# Ragged shards --------------------------------------------------------------------------------------------
-
 _Changes = list[tuple[Placements, Placements]]
 
 
@@ -602,11 +560,7 @@ def without_ragged(placements: Placements) -> Placements:
 
 
 def restore_ragged(state: Placements, source: Placements, ends: dict[Placements, Placements]) -> Placements:
-    """Return a state of the search with ragged shards again on the axes that did not change.
-
-    Args:
-        ends: the search's source and target -> the same with ragged shards.
-    """
+    """Return a search state with ragged shards on unchanged axes; `ends`: the plain source and target -> the given."""
     if state in ends:
         return ends[state]
     return tuple(p if isinstance(p, RaggedShard) else now for p, now in zip(source, state, strict=True))

@@ -46,11 +46,7 @@ def product(values: Sequence[int], axes: Sequence[int]) -> int:
 def segments(
     size: int, shardings: Sequence[AxisSharding], mesh_shape: Sequence[int], fixed: Mapping[int, int] | None = None
 ) -> list[Segment]:
-    """Return the non-empty segments of a dimension in ascending order, with one coordinate per sharding axis.
-
-    Args:
-        fixed: axis -> the only coordinate to list. Ragged shard sizes need to be known only there.
-    """
+    """Return the non-empty segments of a dimension; `fixed`: axis -> the coordinate to list, which ragged ones need."""
     held: list[tuple[tuple[tuple[int, int], ...], tuple[int, ...]]] = [(((0, size),), ())]
     for axis, placement in shardings:
         # An inner sharding splits what the outer ones left on a rank, even where that is several ranges.
@@ -80,9 +76,6 @@ def overlaps(
         else:
             j += 1
     return result
-
-
-# Elements that need not move ------------------------------------------------------------------------------
 
 
 def elements_in_place(shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements) -> int:
@@ -121,11 +114,7 @@ def _count_by_coordinates(
     mesh_shape: Sequence[int],
     shared: Sequence[int],
 ) -> tuple[numpy.ndarray[Any, Any], list[int]]:
-    """Count the indices of one dimension by their coordinates on the shared axes that shard it before or after.
-
-    Returns:
-        The counts, and the mesh axis of each of their dimensions, twice if it shards both before and after.
-    """
+    """Return counts of indices by coordinates on the shared axes, and the mesh axis of each of their dimensions."""
     axes = [axis for axis, _ in (*before, *after)]
     columns = [i for i, axis in enumerate(axes) if axis in shared]
     if not columns:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import replace
 
-from hp_dtensor.rules.factors import (
-    Factorization,
-    LocalWork,
-    PartialResults,
-    unsharded,
-)
-from hp_dtensor.rules.notation import SUM_OF_K, first_of, line
+from hp_dtensor.rules.factors import Factorization, LocalWork, unsharded
+from hp_dtensor.rules.notation import SUM_OF_K, Notation, first_of, line
 from hp_dtensor.rules.pointwise import pointwise
 from hp_dtensor.rules.registry import OpCall, RuleRegistry
 
@@ -43,53 +38,17 @@ def register(registry: RuleRegistry) -> None:
 def _einsum(call: OpCall) -> Factorization:
     """Take letters as factors. Those that the output lacks are summed, those repeated in an operand are unsharded."""
     left, arrow, right = call["equation"].replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != len(call.tensors):
-        raise call.refuse(f"equation {call['equation']!r} does not fit its {len(call.tensors)} operands")
+    terms, letters = left.split(","), sorted(filter(str.isalpha, {*left}))
     if not arrow:
         # As in NumPy: letters that occur once, in alphabetical order, behind the broadcast dimensions.
-        once = sorted(letter for letter in set(left) if letter.isalpha() and left.count(letter) == 1)
-        right = ("..." if "..." in left else "") + "".join(once)
-    extra = max(spec.ndim - len(term.replace("...", "")) for term, spec in zip(terms, call.tensors, strict=True))
-    named = [_names(term, spec.ndim) for term, spec in zip(terms, call.tensors, strict=True)]
-    sizes: dict[str, int] = {}
-    for names, spec in zip(named, call.tensors, strict=True):
-        _add_sizes(call, names, spec.shape, sizes)
-    output = _names(right, len(right.replace("...", "")) + (extra if "..." in right else 0))
-    inputs = tuple(
-        # A broadcast dimension of size 1 has no factor: every shard of the others needs its one element.
-        tuple(() if spec.shape[i] == 1 != sizes[name] else (name,) for i, name in enumerate(names))
-        for names, spec in zip(named, call.tensors, strict=True)
-    )
-    summed = {name: "sum" for name in sizes if name not in output}
+        right = ("..." if "..." in left else "") + "".join(letter for letter in letters if left.count(letter) == 1)
     # `ii -> i` reads the diagonal: a shard of the rows and one of the columns would have few elements in common.
-    repeated = frozenset(name for names in named for name in names if names.count(name) > 1)
-    return Factorization(
-        inputs,
-        (tuple((name,) for name in output),),
-        sizes,
-        limits=unsharded(repeated),
-        partial=PartialResults(reduced=summed, terms=(frozenset(range(len(terms))),)),
-    )
-
-
-def _names(term: str, ndim: int) -> list[str]:
-    """Return a factor per dimension. Those of `...` are numbered from the last one."""
-    before, dots, after = term.partition("...")
-    between = ndim - len(before) - len(after) if dots else 0
-    return [*before, *(f".{i}" for i in range(between, 0, -1)), *after]
-
-
-def _add_sizes(call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
-    if len(names) != len(shape):
-        raise call.refuse(f"equation {call['equation']!r} does not fit its operands")
-    for name, size in zip(names, shape, strict=True):
-        known = sizes.setdefault(name, size)
-        # torch broadcasts operands whose dimension of this letter has size 1.
-        if known == 1 != size:
-            sizes[name] = size
-        elif size not in (1, known):
-            raise call.refuse(f"{name!r} has sizes {known} and {size}")
+    repeated = frozenset(letter for letter in letters if any(term.count(letter) > 1 for term in terms))
+    summed = {letter: "sum" for letter in letters if letter not in right}
+    spaced = [" ".join(re.findall(r"\.\.\.|\w", term)) for term in (*terms, right)]
+    text = f"{', '.join(spaced[:-1])} -> {spaced[-1]}"
+    # torch broadcasts operands whose dimension of a letter has size 1.
+    return Notation(text, summed, repeated, linear=True, broadcasts=True).rule(call)
 
 
 def _cross(call: OpCall) -> Factorization:

@@ -28,10 +28,7 @@ def line(
     at: str = "dim",
     **new: Size,
 ) -> Rule:
-    """Return the rule that a line of `Notation` describes, with the options of the same names.
-
-    A call with another number of tensors or dimensions runs on replicated operands.
-    """
+    """Return the rule that `Notation` describes with these options. Misfitting calls run on replicated operands."""
     return Notation(text, reduced, linear=linear, at=at, new=new, replicates_others=True).rule
 
 
@@ -80,6 +77,7 @@ class Notation:
             is the product of the first two inputs plus a term that is linear in the third.
         at: the argument that selects the dimension between two `...`. None: `...` occurs once.
         new: name that only outputs have -> its size. It is not sharded.
+        broadcasts: whether dimensions of size 1 are broadcast, as those of `...` always are.
         replicates_others: whether a call with other numbers of dimensions runs on replicated operands. Otherwise it is
             refused.
 
@@ -95,10 +93,11 @@ class Notation:
         linear: bool | str = False,
         at: str | None = None,
         new: Mapping[str, Size] | None = None,
+        broadcasts: bool = False,
         replicates_others: bool = False,
     ) -> None:
         self.text, self.reduced, self.linear, self.at = text, dict(reduced or {}), linear, at
-        self.new, self.replicates_others = dict(new or {}), replicates_others
+        self.new, self.broadcasts, self.replicates_others = dict(new or {}), broadcasts, replicates_others
         marked = {word.strip("[],!") for word in text.split() if word.strip("[],").endswith("!")}
         self.replicated = replicated | marked | {*self.new}
         # Two registrations of a user's function with the same identity are one rule (`RuleRegistry.add`).
@@ -217,11 +216,11 @@ class Notation:
     def _add_sizes(self, call: OpCall, names: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> None:
         """Add the sizes of one tensor's names to `sizes`, and check that names have one size in all tensors."""
         for name, size in zip(names, shape, strict=True):
-            known = sizes.setdefault(name, size)
+            known, is_broadcast = sizes.setdefault(name, size), self.broadcasts or name[0] == "."
             # A broadcast dimension has the size of the operand in which it is not 1, whichever operand comes first.
-            if name[0] == "." and known == 1:
+            if is_broadcast and known == 1:
                 sizes[name] = size
-            elif size != known and not (name[0] == "." and size == 1):
+            elif size != known and not (is_broadcast and size == 1):
                 raise call.refuse(f"{name!r} in its rule {self.text!r} has sizes {known} and {size}")
 
 

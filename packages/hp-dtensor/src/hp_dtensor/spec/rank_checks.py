@@ -83,14 +83,14 @@ def check_created(what: str, spec: TensorSpec) -> None:
         RankMismatchError: they do not. Names the ranks that differ.
     """
     if is_checking():
-        _check_equal(spec.mesh, what, f"{list(spec.shape)} {spec.dtype} {_describe_alike(spec)}")
+        check_alike(spec.mesh, what, [f"{list(spec.shape)} {spec.dtype} {_describe_alike(spec)}"])
 
 
 def check_redistribution(source: TensorSpec, target: TensorSpec) -> None:
     """In `check_mode`, check that all ranks call the same redistribution. Raises like `check_created`."""
     if is_checking():
         fact = f"{list(source.shape)} {source.dtype} {_describe_alike(source)} to {_describe_alike(target)}"
-        _check_equal(source.mesh, "redistribute", fact)
+        check_alike(source.mesh, "redistribute", [fact])
 
 
 def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
@@ -101,21 +101,23 @@ def check_alike(mesh: DeviceMesh, what: str, facts: Sequence[str]) -> None:
     # A rank outside the mesh is in no group with the others, and no rank waits for it.
     if mesh.get_coordinate() is None or mesh.size() == 1:
         return
-    # One digest of all descriptions: the usual case, in which nothing differs, costs one short exchange.
     data = json.dumps(list(facts)).encode()
-    if len(set(_exchange(mesh, hashlib.sha256(data).digest()).values())) == 1:
+    # A digest of fixed length, so that one all-gather is enough: ranks need not exchange lengths first.
+    fingerprint = hashlib.sha256(data).digest()[:16]
+    ranks = mesh.ranks()
+    group = mesh.world.group(ranks)
+    of_all = group.start_all_gather_bytes(fingerprint).wait()
+    if of_all is None or all(each == fingerprint for each in of_all):
         return
-    by_rank = {rank: json.loads(answer) for rank, answer in _exchange(mesh, data).items()}
-    for each in itertools.zip_longest(*by_rank.values(), fillvalue="nothing more"):
-        _raise_unless_equal(what, dict(zip(by_rank, each, strict=True)))
+    everything = [json.loads(answer) for answer in group.all_gather_bytes(data)]
+    for each in itertools.zip_longest(*everything, fillvalue="nothing more"):
+        by_fact = ranks_by_fact(dict(zip(ranks, each, strict=True)))
+        if len(by_fact) > 1:
+            raise RankMismatchError(f"{what}: ranks differ: {_ranks_and_facts(by_fact)}. All ranks must do the same.")
 
 
 def _describe_alike(spec: TensorSpec) -> str:
-    """Return the placements as a text that must be equal on all ranks.
-
-    If several axes are sharded, the units of ragged shards are left out: they may differ between the ranks of another
-    axis.
-    """
+    """Return the placements as text, without units of ragged shards, which may differ along another sharded axis."""
     if sum(placement.is_shard() for placement in spec.placements) < 2:
         return spec.describe_placements()
     named = zip(spec.mesh.mesh_dim_names, spec.placements, strict=True)
@@ -124,12 +126,8 @@ def _describe_alike(spec: TensorSpec) -> str:
 
 
 def check_replicated(what: str, x: Tensor, mesh: DeviceMesh) -> None:
-    """Check that a plain tensor is equal on all ranks of the mesh.
-
-    Raises:
-        RankMismatchError: shape, dtype or values differ. Names the ranks.
-    """
-    _check_equal(mesh, what, f"{list(x.shape)} {x.dtype}, values {digest(mesh.platform, x)}")
+    """Check that a plain tensor is equal on all ranks of the mesh. Raises like `check_created`."""
+    check_alike(mesh, what, [f"{list(x.shape)} {x.dtype}, values {digest(mesh.platform, x)}"])
 
 
 def digest(platform: Platform, x: Tensor) -> str:
@@ -137,19 +135,6 @@ def digest(platform: Platform, x: Tensor) -> str:
     if platform.is_meta(x):
         return "no data"
     return hashlib.sha256(platform.to_numpy(x).tobytes()).hexdigest()[:16]
-
-
-def _check_equal(mesh: DeviceMesh, what: str, fact: str) -> None:
-    """Check that a text is equal on all ranks of the mesh."""
-    if mesh.get_coordinate() is None or mesh.size() == 1:
-        return
-    _raise_unless_equal(what, {rank: data.decode() for rank, data in _exchange(mesh, fact.encode()).items()})
-
-
-def _raise_unless_equal(what: str, facts: Mapping[int, str]) -> None:
-    by_fact = ranks_by_fact(facts)
-    if len(by_fact) > 1:
-        raise RankMismatchError(f"{what}: ranks differ: {_ranks_and_facts(by_fact)}. All ranks must do the same.")
 
 
 def ranks_by_fact(facts: Mapping[int, str]) -> dict[str, list[int]]:
@@ -171,16 +156,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
     """Return `rank 3` or `ranks 0, 1, 2`, naming the first eight."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
-
-
-def _exchange(mesh: DeviceMesh, data: bytes) -> dict[int, bytes]:
-    """Return the data of every rank of the mesh, by global rank, in the order of the mesh."""
-    # One group of all ranks of the mesh, not one exchange per axis.
-    ranks = mesh.ranks()
-    return dict(zip(ranks, mesh.world.group(ranks).all_gather_bytes(data), strict=True))
-
-
-# Shards ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +195,10 @@ def _shards(local: Tensor, mesh: DeviceMesh) -> dict[Coordinate, _Local]:
     """Return the descriptions of all ranks' shards by mesh coordinate."""
     # A digest in place of the values: a few bytes per rank tell replicas apart, however large they are.
     fact = json.dumps([list(local.shape), str(local.dtype), digest(mesh.platform, local)])
-    everything = _exchange(mesh, fact.encode()) if mesh.size() > 1 else {mesh.world.rank: fact.encode()}
+    everything = zip(mesh.ranks(), mesh.world.group(mesh.ranks()).all_gather_bytes(fact.encode()), strict=True)
     coordinates = itertools.product(*map(range, mesh.shape))
     shards = {}
-    for coordinate, (rank, data) in zip(coordinates, everything.items(), strict=True):
+    for coordinate, (rank, data) in zip(coordinates, everything, strict=True):
         shape, dtype, values = json.loads(data)
         shards[coordinate] = _Local(rank, coordinate, tuple(shape), dtype, values)
     return shards
@@ -277,13 +252,8 @@ def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate,
         raise RankMismatchError(f"values that should be replicated are not: {'; '.join(problems)}")
 
 
-# Checks outside `check_mode` -----------------------------------------------------------------------------
-
-
 def require_same(what: str, spec: TensorSpec, more: str = "") -> None:
     """Check, outside `check_mode` too, that all ranks pass the same global shape, dtype and placements.
-
-    One exchange of a few bytes, and a second one of the full descriptions only if ranks differ.
 
     Args:
         more: a text that must be equal on all ranks too, appended to the description.
@@ -291,52 +261,25 @@ def require_same(what: str, spec: TensorSpec, more: str = "") -> None:
     Raises:
         RankMismatchError: they differ. Raised on every rank of the mesh, with the ranks and what each has.
     """
-    fact = f"{list(spec.shape)} {spec.mesh.platform.dtype_name(spec.dtype)} {_describe_alike(spec)}{more}"
-    _require_same_fact(spec.mesh, what, fact)
+    dtype = spec.mesh.platform.dtype_name(spec.dtype)
+    check_alike(spec.mesh, what, [f"{list(spec.shape)} {dtype} {_describe_alike(spec)}{more}"])
 
 
 @contextlib.contextmanager
 def reporting_failure(mesh: DeviceMesh, what: str, exchanges: bool = True) -> Iterator[None]:
-    """Report an error inside the block to the other ranks, which wait in the `require_same` after the block.
+    """Report an error inside the block to the other ranks, which wait in the check after the block.
 
     Without the report they would wait forever. This rank raises its own error, the others a `RankMismatchError` with
     its text. If all ranks raise the same error, each raises its own.
 
     Args:
-        exchanges: whether a `require_same` follows the block; if not, no rank waits, and nothing is reported.
+        exchanges: whether a `check_alike` or `require_same` follows the block; if not, nothing is reported.
     """
     try:
         yield
     except Exception as error:
-        if exchanges:
-            # The same exchange as in the `require_same` that this rank does not reach, with its error as description.
+        # The error may be that it is not a mesh.
+        if exchanges and isinstance(mesh, DeviceMesh):
             with contextlib.suppress(Exception):  # this rank raises its own error instead
-                _require_same_fact(mesh, what, _failure(error))
+                check_alike(mesh, what, [f"failed, {type(error).__name__}: {error}"])
         raise
-
-
-@contextlib.contextmanager
-def reporting_failure_to_check_alike(mesh: DeviceMesh, what: str) -> Iterator[None]:
-    """Like `reporting_failure`, for a block that is followed by a `check_alike`."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(mesh, DeviceMesh):  # the error may be that it is not a mesh
-            with contextlib.suppress(Exception):  # this rank raises its own error instead
-                check_alike(mesh, what, [_failure(error)])
-        raise
-
-
-def _failure(error: Exception) -> str:
-    return f"failed, {type(error).__name__}: {error}"
-
-
-def _require_same_fact(mesh: DeviceMesh, what: str, fact: str) -> None:
-    """Check that a text is equal on all ranks, by a digest, and exchange the texts only if it is not."""
-    if mesh.get_coordinate() is None or mesh.size() == 1:
-        return
-    # A digest of fixed length, so that one all-gather is enough: ranks need not exchange lengths first.
-    fingerprint = hashlib.sha256(fact.encode()).digest()[:16]
-    of_all = mesh.world.group(mesh.ranks()).start_all_gather_bytes(fingerprint).wait()
-    if of_all is not None and any(each != fingerprint for each in of_all):
-        _check_equal(mesh, what, fact)
