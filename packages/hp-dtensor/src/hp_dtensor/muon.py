@@ -146,10 +146,7 @@ class _OwnerExchange:
         return new
 
     def _all_to_all(self, tensors: Sequence[Tensor], sizes: list[int], expected: list[int], dtype: Any) -> Tensor:
-        """Send `tensors`, in the order of their receivers; return the received elements in rank order, flat.
-
-        `sizes` and `expected` are the numbers of elements sent to and received from each rank.
-        """
+        """Send `tensors`, `sizes` elements to each rank, in their order; return `expected` ones by rank, flat."""
         flat = [self.ops.reshape(x, (-1,)) for x in tensors if math.prod(x.shape)]
         sent = self.platform.contiguous(self.ops.cat(flat, 0)) if flat else self.platform.empty((0,), dtype)
         received = self.platform.empty((sum(expected),), dtype)
@@ -339,10 +336,7 @@ class Muon:
 
 
 def _needs_owner(parameter: Tensor) -> bool:
-    """Return whether owners compute the parameter's matrices: if they are sharded, or if there is only one.
-
-    A single matrix is computed by one rank even if it is replicated, so that ranks divide the matrices among them.
-    """
+    """Return whether owners compute the parameter's matrices: sharded ones, or a single one, which is divided so."""
     if not isinstance(parameter, DTensor):
         return False
     spec = parameter.spec

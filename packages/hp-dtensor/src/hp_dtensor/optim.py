@@ -161,10 +161,7 @@ def _reduce(
 
 
 def _shape_code(tensors: Sequence[Tensor], size: int) -> float:
-    """Return a small integer that depends on the global shapes of the tensors and on their meshes.
-
-    The sum of `size` squares of such integers is exact in float32.
-    """
+    """Return an integer of the tensors' shapes and meshes, small enough that float32 sums its squares exactly."""
     # Unlike those of strings, hashes of tuples of integers are equal in all processes.
     facts = tuple((tuple(x.shape), x.spec.mesh.shape if isinstance(x, DTensor) else ()) for x in tensors)
     return float(hash(facts) % max(2, math.isqrt((1 << 24) // size)))

@@ -31,10 +31,7 @@ def map_tensors(tree: Any, tensor_type: type, function: Callable[[Any], Any]) ->
 
 
 def flattened(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Return the leaves of nested lists, tuples and mappings, and a function that builds such a tree from new leaves.
-
-    Everything else is a leaf, None and dataclasses too.
-    """
+    """Return the leaves of nested lists, tuples and mappings, and a function that rebuilds the tree from new ones."""
     if isinstance(tree, Mapping):
         children: list[Any] = list(tree.values())
     elif isinstance(tree, (list, tuple)):

@@ -117,11 +117,7 @@ def measure_links(mesh: DeviceMesh, num_bytes: int = 2**24, repeats: int = 5) ->
 
 
 def measure_group(group: ProcessGroup, num_bytes: int = 2**24, repeats: int = 5) -> tuple[float, float]:
-    """Return the latency and bandwidth of all-gathers in a group, as `Links` defines them. All its ranks make the call.
-
-    Args:
-        num_bytes: bytes that each rank contributes to the large all-gather.
-    """
+    """Return the latency and bandwidth of all-gathers of `num_bytes` per rank in a group. All its ranks call this."""
     small, large = (all_gather_seconds(group, size, repeats) for size in (1, num_bytes))
     # The small all-gather is latency only. On a noisy machine the large one may appear no slower.
     return small, num_bytes * (group.size - 1) / max(large - small, 1e-9)

@@ -73,11 +73,7 @@ def require_tuple(what: str, kind: str, value: Any) -> tuple[Any, ...]:
 def check_new_mesh(
     device_type: str, shape: tuple[int, ...], names: tuple[str, ...], ranks: Sequence[int] | None, world: World
 ) -> None:
-    """Check that a mesh can exist in `world`.
-
-    Raises:
-        MeshError: it cannot. The message lists every problem.
-    """
+    """Check that a mesh can exist in `world`. A MeshError lists every problem."""
     # Types first: the checks below compare numbers and names.
     if not all(isinstance(size, int) for size in shape):
         raise MeshError(f"mesh_shape must be a tuple of ints, got {shape!r}; pass the ranks themselves as ranks=")
@@ -209,11 +205,7 @@ class DeviceMesh(MeshCoordinates):
 
     @property
     def platform(self) -> Platform:
-        """Return the platform of the mesh's world.
-
-        Raises:
-            MeshError: a fake world has none.
-        """
+        """Return the platform of the mesh's world. A fake world has none, which raises a MeshError."""
         if self.world.platform is None:
             raise MeshError(
                 "this mesh belongs to a world without a platform (a fake world); it can only be planned with"
@@ -228,8 +220,6 @@ class DeviceMesh(MeshCoordinates):
         ranks = np.array(self.ranks(), np.int32).reshape(self.shape)
         platform: Platform | None = self.world.platform
         return ranks if platform is None else platform.from_numpy(ranks, platform.host_device)
-
-    # Process groups -----------------------------------------------------------------------------------------
 
     def get_group(self, mesh_dim: int | str | None = None) -> Any:
         """Return the framework's process group along an axis: on torch a `torch.distributed.ProcessGroup`.
@@ -253,10 +243,7 @@ class DeviceMesh(MeshCoordinates):
         return self.group_over((self._axis_inside(mesh_dim, "group"),))
 
     def group_over(self, axes: tuple[int, ...]) -> ProcessGroup:
-        """Return the group of the ranks that differ from this one only on `axes` (indices), in mesh order.
-
-        This rank must be inside the mesh.
-        """
+        """Return the group of the ranks that differ from this one, inside the mesh, only on `axes`, in mesh order."""
         # A group that was destroyed (`destroy_process_group`) is created again, by every rank, at its next use.
         found = self._groups.get(axes)
         if found is None or found.is_closed:
@@ -274,8 +261,6 @@ class DeviceMesh(MeshCoordinates):
         """Return the framework's process groups of this rank, one per axis; see `get_group`."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
-    # Meshes derived from this one ---------------------------------------------------------------------------
-
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the sub-mesh of this rank along the named axes or aliases, in the order given.
 
@@ -290,11 +275,7 @@ class DeviceMesh(MeshCoordinates):
         return self._derive(axes, self._base_of(axes))
 
     def along(self, axes: Sequence[MeshAxis]) -> DeviceMesh:
-        """Return the mesh over this rank's ranks along `axes`, which may belong to another mesh over the same ranks.
-
-        Raises:
-            MeshError: axes that share ranks.
-        """
+        """Return the mesh over this rank's ranks along `axes`, perhaps of another mesh over the same ranks."""
         check_disjoint(axes)
         return self._derive(tuple(axes), self._base_of(axes))
 
@@ -392,8 +373,6 @@ class DeviceMesh(MeshCoordinates):
             self.world._groups.setdefault(group.ranks, group)
             self._groups[(axis,)] = group
 
-    # Blocks, copies, comparison -----------------------------------------------------------------------------
-
     def __enter__(self) -> DeviceMesh:
         """Make this the current mesh of the thread; see `hp_dtensor.get_current_mesh`."""
         entered.meshes.append(self)
@@ -477,11 +456,7 @@ def _restore(
     ranks: tuple[int, ...] | None,
     aliases: dict[str, MeshAxis],
 ) -> DeviceMesh:
-    """Unpickle a mesh in the current world.
-
-    Raises:
-        MeshError: the world has another size than the one in which the mesh was pickled.
-    """
+    """Unpickle a mesh in the current world, which must have the size of the one in which it was pickled."""
     # Without joining: a worker process of a data loader has the launcher's environment too, but is not a rank.
     world = existing_world(None if platform is None else get_platform(platform))
     if world.size != world_size:
@@ -492,11 +467,7 @@ def _restore(
 
 
 def require_mesh(what: str, mesh: Any) -> DeviceMesh:
-    """Return `mesh`, converting a mesh of the framework (`torch.distributed.device_mesh`) over the same groups.
-
-    Raises:
-        MeshError: `mesh` is neither. The message starts with `what`.
-    """
+    """Return `mesh`, or a mesh of the framework as one over the same groups. Others raise a MeshError about `what`."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     platform = _platform_of_object(mesh)
@@ -507,11 +478,7 @@ def require_mesh(what: str, mesh: Any) -> DeviceMesh:
 
 
 def as_group(group: Any) -> ProcessGroup:
-    """Return a process group of hp_dtensor or of a framework as one of hp_dtensor, over the same connections.
-
-    Raises:
-        MeshError: not a process group, or this rank is not in it.
-    """
+    """Return a process group of the framework or of hp_dtensor as one of hp_dtensor. Others raise a MeshError."""
     found = _own_group(group)
     if found is None:
         raise MeshError(f"expected a process group with this rank in it, got {group!r}")

@@ -54,11 +54,7 @@ def row_major_axes(names: Sequence[str], shape: Sequence[int]) -> tuple[MeshAxis
 
 
 def check_disjoint(axes: Sequence[MeshAxis]) -> None:
-    """Check that no two axes share ranks, as `dp` and a flattened axis that contains it do.
-
-    Raises:
-        MeshError: two axes do, or an axis is named twice.
-    """
+    """Check that no two axes share ranks, as `dp` and a flattened axis that contains it do, or have one name."""
     names = [axis.name for axis in axes]
     if len(set(names)) != len(names):
         raise MeshError(f"an axis is named twice: {names}")
@@ -103,11 +99,7 @@ def remaining_axis(name: str, axes: Sequence[MeshAxis], num_ranks: int) -> MeshA
 
 
 def split_axis(axis: MeshAxis, sizes: tuple[int, ...], names: tuple[str, ...]) -> tuple[MeshAxis, ...]:
-    """Split an axis into several, the first one outermost.
-
-    Raises:
-        MeshError: sizes whose product is not the axis size, or an axis flattened from axes that are not adjacent.
-    """
+    """Split an axis, not flattened from axes that are not adjacent, into several, the first one outermost."""
     if math.prod(sizes) != axis.size or len(sizes) != len(names):
         raise MeshError(
             f"axis {axis.name!r} of {axis.size} cannot be split into {dict(zip(names, sizes, strict=False))}"
@@ -176,11 +168,7 @@ class MeshCoordinates:
         return math.prod(self.shape) if mesh_dim is None else self.shape[self.axis_index(mesh_dim)]
 
     def axis_index(self, axis: int | str) -> int:
-        """Return the index of an axis given by name or (possibly negative) index.
-
-        Raises:
-            MeshError: the mesh has no such axis.
-        """
+        """Return the index of an axis given by name or (possibly negative) index, or raise a MeshError."""
         if isinstance(axis, str):
             if axis in self.mesh_dim_names:
                 return self.mesh_dim_names.index(axis)
@@ -240,10 +228,7 @@ class MeshCoordinates:
         return list(itertools.product(*(range(n) if a in axes else (here[a],) for a, n in enumerate(self.shape))))
 
     def remaining_axis(self, name: str, axes: Sequence[str]) -> MeshAxis:
-        """Return the axis over all ranks that share this rank's coordinates on the named axes.
-
-        It includes ranks outside this mesh, if the mesh is a slice of another one or of the world.
-        """
+        """Return the axis over all ranks, also outside of a slice, with this rank's coordinates on the named axes."""
         num_ranks = self.world.size if self._ranks is None else len(self._ranks)
         return remaining_axis(name, [self._axis_named(axis) for axis in axes], num_ranks)
 
@@ -260,11 +245,7 @@ class MeshCoordinates:
         return index - sum(axis.offset(axis.coordinate(index)) for axis in axes)
 
     def _axis_inside(self, axis: int | str | None, wanted: str) -> int:
-        """Return the index of an axis (None: the only one), after checking that this rank is inside the mesh.
-
-        Args:
-            wanted: noun for the error, such as "group" or "coordinate".
-        """
+        """Return the index of an axis (None: the only one); errors name what is `wanted` of this rank in the mesh."""
         if self._coordinate is None:
             raise MeshError(f"rank {self.world.rank} is outside mesh {self.describe()} and has no {wanted} in it")
         if axis is None and self.ndim != 1:

@@ -34,11 +34,7 @@ class SavedTensor(Protocol):
 
 
 class SavedReference:
-    """A saved tensor that stays where it is. It must not be written before the last `get`.
-
-    Args:
-        tensor: a leaf, or outside the graph.
-    """
+    """A saved tensor, a leaf or outside the graph, that stays where it is and must not be written."""
 
     def __init__(self, platform: Platform, tensor: Tensor) -> None:
         self._platform, self._tensor, self._version = platform, tensor, platform.version(tensor)
@@ -114,11 +110,7 @@ class _Saving(NamedTuple):
 
 @contextlib.contextmanager
 def saving_tensors(platform: Platform, save: Callable[[Tensor], SavedTensor] | None) -> Iterator[None]:
-    """Save the tensors of every `SavedTensors` created in the block by `save`, except inside hooks that it enters.
-
-    Args:
-        save: None: by reference.
-    """
+    """Save the tensors of `SavedTensors` in the block by `save` (None: as references), outside of hooks in it."""
     save = save or functools.partial(SavedReference, platform)
     # A context variable because each simulated rank is a thread.
     token = _saving.set(_Saving(save, platform.saving_hooks()))
@@ -129,10 +121,7 @@ def saving_tensors(platform: Platform, save: Callable[[Tensor], SavedTensor] | N
 
 
 def saver(platform: Platform) -> Callable[[Tensor], SavedTensor]:
-    """Return how a tensor is saved here: by the innermost `saving_tensors` or hooks, or else as a reference.
-
-    The returned function takes a leaf, or a tensor outside the graph.
-    """
+    """Return the function that saves a tensor here: that of `saving_tensors`, of hooks, or by reference."""
     if is_hooked(platform):
         return functools.partial(PackedTensor, *platform.saving_hooks() or ())
     saving = _saving.get()
@@ -152,8 +141,6 @@ MODIFIED = (
 )
 _saving: ContextVar[_Saving | None] = ContextVar("hp_dtensor.comm.saved_tensors.saving", default=None)
 
-
-# Results saved for recomputation --------------------------------------------------------------------------
 
 ATTENTION, PRODUCTS, COLLECTIVES = KINDS = ("attention", "products", "collectives")
 """Kinds of operations whose results can be saved instead of recomputed."""
@@ -286,10 +273,7 @@ class RecomputeRecord:
         return len(self._values) if self._position is None else self._position
 
     def value(self, compute: Callable[[], Any]) -> Any:
-        """Return the next saved value; on the first run, compute and save it.
-
-        It is computed through the outer record, which returns its own saved value while the outer call is recomputed.
-        """
+        """Return the next saved value; on the first run compute it, through the outer record, and save it."""
         outer = self._outer
         return self._next(compute if outer is None else lambda: outer.value(compute))
 
@@ -335,11 +319,7 @@ class RecomputeRecord:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Return the recorded values to the same calls in the block.
-
-        Raises:
-            RuntimeError: the calls are different ones.
-        """
+        """Return the recorded values to the same calls in the block. Other calls raise a RuntimeError."""
         before, self._position = self._position, 0
         try:
             with _within(self), self._operations.again():

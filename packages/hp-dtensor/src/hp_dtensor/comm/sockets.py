@@ -46,11 +46,7 @@ class SocketProcesses(ProcessInterface):
     """The part of a platform that joins jobs, by sockets alone. Mixed in before `Platform`."""
 
     def connect(self, rank: int, size: int, address: str, timeout_seconds: float = 300.0, local_rank: int = 0) -> World:
-        """Join a job; see `ProcessInterface.connect`.
-
-        Raises:
-            PlatformError: the others did not join in time.
-        """
+        """Join a job; see `ProcessInterface.connect`."""
         if TYPE_CHECKING:
             assert isinstance(self, Platform)
         self._world = SocketWorld(rank, size, self, address, timeout_seconds)
@@ -104,11 +100,7 @@ class SocketWorld(World):
             return self._num_expected[channel]
 
     def take(self, channel: Channel, number: int, timeout_seconds: float | None = None) -> bytes | None:
-        """Return a message, waiting for it. With a timeout it may be None.
-
-        Raises:
-            CollectiveError: the peer has ended, or sent nothing in the job's time.
-        """
+        """Return a message, or None after a timeout. A peer that is lost, or silent for long, is a CollectiveError."""
         seconds = self._timeout if timeout_seconds is None else timeout_seconds
         key, peer = (channel, number), channel[0]
         with self._changed:
@@ -145,11 +137,7 @@ class SocketWorld(World):
 
 
 def _connect_all(point: MeetingPoint) -> dict[int, socket.socket]:
-    """Return a connection to each other rank.
-
-    Raises:
-        PlatformError: the others did not join in time.
-    """
+    """Return a connection to each other rank, or raise a PlatformError if they did not join in time."""
     ip = point.reach()
     # On all interfaces, which lead to this machine by other addresses too, unless the job is local.
     host = ip if ipaddress.ip_address(ip.partition("%")[0]).is_loopback else ""
@@ -215,10 +203,7 @@ def _meet(rank: int, size: int, meeting: Any, server: socket.socket, deadline: f
 def _arrivals(
     server: socket.socket, deadline: float, greeting: Callable[[socket.socket], Any]
 ) -> Iterator[tuple[socket.socket, str, Any]]:
-    """Yield each connection with the address that it came from and its greeting.
-
-    Connections without a greeting are closed: probes of `MeetingPoint`, and programs that try every port.
-    """
+    """Yield each connection, where it came from, and its greeting. Those without one, such as probes, are closed."""
     while (left := deadline - time.monotonic()) > 0:
         server.settimeout(left)
         accepted, (seen_as, *_) = server.accept()
@@ -325,10 +310,7 @@ class SocketGroup(ProcessGroup):
         return _Works([_Receiving(self, "exchange", peer, x) for peer, x in self._others(receives)])
 
     def _others(self, tensors: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
-        """Return (rank, tensor) for each other rank with elements to exchange, starting with the next rank.
-
-        So no two ranks start with the same partner.
-        """
+        """Return (rank, tensor) for each other rank with elements, from the next rank on, so that partners differ."""
         order = ((self.rank + step) % self.size for step in range(1, self.size))
         return [(peer, x) for peer in order if (x := tensors[peer]) is not None and math.prod(x.shape)]
 
@@ -360,8 +342,6 @@ class SocketGroup(ProcessGroup):
         for step in range(1, self.size):
             self.send_bytes("bytes", (self.rank + step) % self.size, data)
         return _PendingBytes(self, data)
-
-    # Host arrays -----------------------------------------------------------------------------------------
 
     def send_bytes(self, kind: str, peer: int, data: Any) -> None:
         """See `SocketWorld.send`."""

@@ -129,10 +129,7 @@ def current_world(platform: Platform | None = None) -> World:
 
 
 def existing_world(platform: Platform | None) -> World:
-    """Return the current world without joining a job.
-
-    It is that of the innermost `use_world`, else that of the job that `platform` has joined, else a single rank.
-    """
+    """Return the world of the innermost `use_world`, else of the job that `platform` has joined, else a single rank."""
     # A world without a platform, for planning, serves all of them.
     for used in reversed(_local.worlds):
         if platform is None or used.platform is None or used.platform is platform:

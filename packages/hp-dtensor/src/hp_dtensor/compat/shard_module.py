@@ -242,11 +242,7 @@ class ShardingPlan:
         object.__setattr__(self, "return_local_tensor", tuple(paths))
 
     def boundary_entries(self, problems: list[str]) -> list[tuple[str, str, str, Any]]:
-        """Return (label, module path, `"input"` or `"output"`, specifications) of every entry for inputs or outputs.
-
-        Args:
-            problems: list to which messages about invalid or duplicate keys are appended.
-        """
+        """Return (label, module path, `"input"` or `"output"`, specifications) of every entry with a valid key."""
         entries = []
         for name in ("input_plan", "output_plan"):
             for key, specifications in getattr(self, name).items():
@@ -274,11 +270,7 @@ def read_one(mesh: DeviceMesh, value: Specification, label: str, problems: list[
 
 
 def read_several(mesh: DeviceMesh, value: Any, label: str, problems: list[str]) -> Any:
-    """Return one or several specifications as placements: a list by position, a dict by name, or None for None.
-
-    Args:
-        problems: list to which messages are appended.
-    """
+    """Return one or several specifications as placements: a list by position, a dict by name, or None for None."""
     if value is None:
         return None
     if isinstance(value, Mapping):
@@ -328,11 +320,7 @@ class Boundary:
         return new_args, {name: _redistributed(x, by_name.get(name)) for name, x in kwargs.items()}
 
     def leave(self, output: Any) -> Any:
-        """Return the output of a call with its DTensors redistributed.
-
-        Raises:
-            PlanError: the number or the names of the values differ from the plan.
-        """
+        """Return a call's output with its DTensors redistributed; another form than the plan's is a PlanError."""
         if self.outputs is not None:
             output = self._placed(output)
         return map_tensors(output, DTensor, DTensor.to_local) if self.local_output else output
@@ -401,11 +389,7 @@ def input_names(function: Callable[..., Any]) -> InputNames:
 
 
 def input_problems(label: str, inputs: Any, names: InputNames) -> list[str]:
-    """Return a message for each specified input that the function does not have.
-
-    Args:
-        inputs: a list by position, a dict by name, or None.
-    """
+    """Return a message for each specified input, given by position or name, that the function does not have."""
     if inputs is None:
         return []
     if isinstance(inputs, dict):

@@ -326,11 +326,7 @@ def compare(a: Recording, b: Recording) -> Comparison:
 
 
 def narrowed(found: Comparison, again: Comparison) -> Comparison:
-    """Return a comparison with the operation in which its first difference arises.
-
-    Args:
-        again: of the same runs, with the operations of `modules_around` the first difference recorded in its step.
-    """
+    """Return a comparison with the operation of its first difference, from `again`, which recorded operations there."""
     first = again.first
     if found.first is None:
         return found
@@ -358,11 +354,7 @@ def narrowed(found: Comparison, again: Comparison) -> Comparison:
 
 
 def located(found: Comparison, a: Recording, b: Recording) -> Comparison:
-    """Return a comparison with the elements, and the ranks that have them, in which the first difference is.
-
-    Args:
-        a, b: recordings of the same runs with the elements of the first differing tensor (`Recorder(elements=...)`).
-    """
+    """Return a comparison with the elements, and their ranks, of the first difference, which A and B have recorded."""
     first = found.first
     if first is None:
         return found
@@ -484,11 +476,7 @@ def measure_growth(a: Recording, perturbed: Recording) -> Recording:
 
 
 def _growth_between(step: int, pair: Pair) -> float | None:
-    """Return the growth of rounding of a tensor; None: its change is not finite.
-
-    Raises:
-        RecordingError: replicas differ by more than it explains.
-    """
+    """Return the growth of rounding of a tensor, None if not finite. Replicas that differ by more raise an error."""
     growth = pair.relative(replicas=False)
     limit = ROUNDINGS * max(pair.unit, growth if math.isfinite(growth) else 0.0)
     for side in (pair.a.digest, pair.b.digest):
@@ -578,10 +566,7 @@ def _missing(a: Recording, b: Recording) -> Iterator[str]:
 
 
 def draw(comparison: Comparison, path: str | Path) -> None:
-    """Draw the differences by depth, one panel per pass and one line per step, with what rounding explains.
-
-    Needs matplotlib: `pip install 'hp-dtensor[image]'`.
-    """
+    """Draw the differences by depth, one panel per pass and one line per step. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     passes = list(dict.fromkeys(each.pass_ for each in comparison.differences if each.step))

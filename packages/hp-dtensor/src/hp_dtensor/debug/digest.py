@@ -112,11 +112,7 @@ class _HostOps:
 
 
 class Digester:
-    """Computes digests of local tensors, with vectors that are built once per region.
-
-    Args:
-        on_host: compute in NumPy; False: by the platform, on the tensor's device; None: in NumPy on a CPU.
-    """
+    """Computes digests of local tensors by NumPy (`on_host`; None: on a CPU) or on the tensor's device."""
 
     def __init__(self, platform: Platform, on_host: bool | None = None) -> None:
         self._platform = platform
@@ -130,11 +126,7 @@ class Digester:
         self._vectors: dict[Hashable, tuple[Any, ...]] = {}
 
     def local(self, x: Tensor, region: Region) -> Tensor:
-        """Return the digest of a plain local tensor: `LENGTH` numbers on its device.
-
-        Args:
-            x: floating-point, of any shape with the number of elements of the region.
-        """
+        """Return the digest, `LENGTH` numbers on its device, of a floating-point tensor with the region's elements."""
         platform = self._platform
         device = platform.device_of(x)
         lengths = [len(each) for each in region.indices]

@@ -65,11 +65,7 @@ class Pair:
         return self.a.digest.is_finite or self.b.digest.is_finite
 
     def relative(self, *, replicas: bool = True) -> float:
-        """Return the norm of B - A relative to the larger norm of both; infinite if a side is not finite.
-
-        Args:
-            replicas: take the largest difference of replicas on either side, if it is larger.
-        """
+        """Return the norm of B - A, or of the largest difference of `replicas`, relative to the larger norm of both."""
         a, b = self.a.digest, self.b.digest
         if a.count != b.count or not (a.is_finite and b.is_finite):
             return math.inf
@@ -142,10 +138,7 @@ def _of_missing_values(pair: Pair) -> Iterator[tuple[str, str]]:
 
 
 def _change(pair: Pair) -> tuple[float, float]:
-    """Return the size of the difference relative to the tensor, and the cosine between the two.
-
-    Rounding has no direction, so its cosine is near 0.
-    """
+    """Return the relative size of the difference, and its cosine with the tensor, which is near 0 for rounding."""
     a, b = pair.a.digest, pair.b.digest
     vectors = _vector(a.values), _vector(b.values)
     relative = norm_of(b.values - a.values, b.num_bucketed) / max(a.norm, b.norm)

@@ -213,10 +213,7 @@ class Recording:
 
 
 def append(path: str | Path, content: Any, step: int | None) -> None:
-    """Append the facts of a run (`step` None) or the events of a step to a file, as a line in a gzip member of its own.
-
-    The last facts count.
-    """
+    """Append the facts of a run (`step` None) or the events of a step, as a line in a gzip member of its own."""
     entry = {"format": FORMAT, "about": content} if step is None else {"step": step, **_entry(content)}
     with gzip.open(path, "at", encoding="utf-8") as file:
         file.write(json.dumps(entry, separators=(",", ":")) + "\n")

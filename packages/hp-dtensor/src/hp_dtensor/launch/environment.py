@@ -64,10 +64,7 @@ def leave_launcher() -> RankEnvironment | None:
 
 
 def launched_local_rank() -> int:
-    """Return this process's rank within its machine as its environment has it, or 0.
-
-    Ranks of `launch` know it before the address of the rendezvous, which `rank_environment` requires.
-    """
+    """Return this process's rank within its machine by its environment, before the job's address is known, or 0."""
     # A value that is not a number is reported when the rank joins.
     return _Variables(_launcher(os.environ) or "", os.environ).number(local_rank_variable(), 0)
 
@@ -109,10 +106,7 @@ def from_environment(platform: Platform | str | None = None, timeout_seconds: fl
 
 
 def threads_of_rank(local_size: int) -> dict[str, str]:
-    """Return the variables by which a rank computes with its share of this machine's cores, unless the user set them.
-
-    Libraries read them while they are imported.
-    """
+    """Return variables that libraries read at import, by which a rank uses its share of the cores, unless set."""
     threads = max(1, len(os.sched_getaffinity(0)) // max(1, local_size))
     return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(threads)}
 

@@ -211,10 +211,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def forked_ranks(platform: str, num_ranks: int, modules: Sequence[str]) -> Iterator[bool]:
-    """Context in which `launch` forks ranks from one process that has imported the framework and `modules`.
-
-    Its value is False if this is not possible; `launch` then starts an interpreter for each rank.
-    """
+    """Context in which `launch` forks ranks from a process that has imported the framework; False if it cannot."""
     if sys.platform != "linux":
         yield False
         return
@@ -289,10 +286,7 @@ class _ForkedProcess(subprocess.Popen[Any]):
 
 
 def environment_of(pid: int, records: Path) -> list[str]:
-    """Return the variables, `NAME=value`, of a running process that may be recorded in the folder `records`.
-
-    They are those of its start. Of a process that has ended there are none.
-    """
+    """Return the variables, `NAME=value`, with which a running process started, perhaps recorded in `records`."""
     try:
         found = Path(f"/proc/{pid}/environ").read_text(errors="replace")
         # Empty for a zombie.
@@ -466,10 +460,7 @@ def _run(request: _Request) -> NoReturn:
 
 
 def _program(args: Sequence[str]) -> tuple[str, str, tuple[str, ...], bool, bool] | None:
-    """Return option, program, arguments, and whether -P and -u are given, of a command that starts Python.
-
-    Returns None for other commands.
-    """
+    """Return option, program, arguments, and whether -P and -u are given, of a command that starts Python, or None."""
     first, *rest = map(str, args)
     flags = set()
     while rest and rest[0] in ("-P", "-u"):

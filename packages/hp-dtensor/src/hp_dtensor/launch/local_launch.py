@@ -256,10 +256,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def handled_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
-    """Context in which `handler` handles the stop signals. Ignored signals, such as SIGHUP under nohup, stay ignored.
-
-    Outside the main thread, where Python cannot install handlers, nothing changes.
-    """
+    """Context in which `handler` handles stop signals, in the main thread. Ignored ones stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

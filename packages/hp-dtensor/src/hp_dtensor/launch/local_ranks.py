@@ -82,10 +82,7 @@ class Process:
         return "".join(stat.rpartition(")")[2].split()[:1])
 
     def exit_code(self) -> int | None:
-        """Return the exit code of a rank whose pipe is closed.
-
-        The process is not reaped (WNOWAIT), so that its process group can still be signalled.
-        """
+        """Return the exit code of a rank whose pipe is closed, without reaping it: its group can still be signalled."""
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
             found = os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -199,11 +196,7 @@ class LocalRanks:
             raise
 
     def run(self, target: str, args: tuple[Any, ...], timeout_seconds: float | None) -> list[Any]:
-        """Run the function named `target` on every rank and return the results by rank.
-
-        Raises:
-            LaunchError: a rank failed or the time is up. All ranks have been ended.
-        """
+        """Run `target` on every rank and return the results by rank, or end all of them and raise a LaunchError."""
         try:
             self._send_all(Run(target, pickle.dumps(args)))
             return self._collect(self._processes, timeout_seconds)

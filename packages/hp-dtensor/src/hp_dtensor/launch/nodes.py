@@ -551,11 +551,7 @@ class _Channel:
 
 
 def _connect(file: Path, node: int, seconds: float, check: Callable[[], None]) -> _Channel:
-    """Connect to the first machine. Until it has written its own file, there may be that of an earlier job.
-
-    Raises:
-        LaunchError: the first machine did not come in time.
-    """
+    """Connect to the first machine, whose file may still be that of an earlier job, or raise a LaunchError."""
     deadline, problem = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:
         check()

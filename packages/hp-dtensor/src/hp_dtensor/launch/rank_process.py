@@ -138,11 +138,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Report of a rank that has imported its framework, and waits for the first `Meet`.
-
-    Attributes:
-        joins_once: the process cannot join a second job.
-    """
+    """Report of a rank that waits for the first `Meet`; `joins_once`: its process cannot join a second job."""
 
     joins_once: bool = False
 
@@ -174,11 +170,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Report of a rank whose collective failed in a generation, perhaps because another rank has died.
-
-    Attributes:
-        hung: the collective waited for its full timeout.
-    """
+    """Report of a rank whose collective failed, perhaps at a death, or has waited for its full timeout (`hung`)."""
 
     generation: int
     hung: bool = False
@@ -202,11 +194,7 @@ _SCRIPT_MODULE = "__hp_main__"
 
 
 def target_name(target: str | Callable[..., Any]) -> str:
-    """Return the name, `"module:function"`, by which another process can import `target`.
-
-    Raises:
-        LaunchError: `target` is a lambda or a local function, or was defined interactively.
-    """
+    """Return the name, `"module:function"`, by which another process imports `target`. Lambdas raise a LaunchError."""
     if isinstance(target, str):
         if ":" not in target:
             raise LaunchError(f"target {target!r}: expected 'module:function'")
@@ -268,11 +256,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Link:
-    """The pipe to the parent. A thread reads it and ends this process when the parent dies.
-
-    Attributes:
-        on_leave: called in that thread when a rank has died.
-    """
+    """The pipe to the parent, read by a thread that ends this process with it, and calls `on_leave` at a death."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

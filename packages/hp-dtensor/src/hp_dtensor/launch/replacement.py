@@ -219,11 +219,7 @@ class ReplacedRanks(LocalRanks):
         self._start_spares(request)
 
     def _count_deaths(self, dead: list[Process], num_counted: int, last_met: int) -> None:
-        """Count the deaths but for `num_counted`, and raise if no further generation is allowed.
-
-        Args:
-            last_met: number of the last generation whose members met.
-        """
+        """Count the deaths but for `num_counted`, and raise if no generation after the one that met last is allowed."""
         num_uncounted = max(0, self._count(dead) - num_counted)
         self._num_deaths += num_uncounted
         self._gone |= {process.rank for process in dead}
@@ -234,10 +230,7 @@ class ReplacedRanks(LocalRanks):
             raise self._exhausted()
 
     def _choose_members(self, lacks_node: bool) -> tuple[Sequence[int], bool, bool]:
-        """Return the ranks of the next generation, whether a machine is missing, and whether it is the last generation.
-
-        All ranks are members, or those that can go on without the dead ones.
-        """
+        """Return the next generation's ranks, whether a machine is missing, and whether it is the last generation."""
         is_over = self._num_deaths > self.replacement.most
         remaining = self._remaining() if is_over or lacks_node or self._is_late else ()
         # Once: a lost machine that was not replaced in time then shares the place of another one.
@@ -353,11 +346,7 @@ class ReplacedRanks(LocalRanks):
         return []
 
     def _dead(self) -> list[Process]:
-        """Return the ranks that have died and may be replaced.
-
-        Raises:
-            LaunchError: a rank has failed otherwise.
-        """
+        """Return the ranks that have died and may be replaced. Another failure raises a LaunchError."""
         failed = [each for each in self._processes if each.failure and each.rank not in self._gone]
         for process in failed:
             assert process.failure is not None

@@ -137,11 +137,7 @@ def place_parameter(
 
 
 def placed_as(parameter: Tensor, device_mesh: DeviceMesh) -> DTensor | None:
-    """Return the DTensor that the parameter is or, held by another module, has become on the ranks of this mesh.
-
-    Raises:
-        PlanError: the plain parameter was written since another module placed it.
-    """
+    """Return the DTensor that a parameter has become, perhaps in another module. One written since is refused."""
     if isinstance(parameter, DTensor):
         return parameter if parameter.device_mesh.world is device_mesh.world else None
     found: tuple[DTensor | None, int] = getattr(parameter, _PLACED_ATTRIBUTE, (None, 0))
@@ -206,11 +202,7 @@ def place_tied(
 
 
 class PlannedParameters:
-    """The placements that a plan gives to parameters, and the mistakes in it.
-
-    Attributes:
-        problems: one sentence per mistake, in the order found.
-    """
+    """The placements that a plan gives to parameters, and its `problems`, one sentence per mistake."""
 
     def __init__(self, device_mesh: DeviceMesh) -> None:
         self.problems: list[str] = []

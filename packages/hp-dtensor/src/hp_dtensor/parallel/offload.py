@@ -116,11 +116,7 @@ class ActivationOffload:
 
 
 class _Block:
-    """The storages that one block has saved, and a reference to the block before, which backward reaches next.
-
-    Attributes:
-        num_bytes: bytes saved so far.
-    """
+    """The storages that one block has saved, `num_bytes` so far, and the block before, which backward reaches next."""
 
     def __init__(self, platform: Platform, copies: HostCopies, smallest: int, before: _Block | None) -> None:
         self._platform, self._copies, self._smallest, self._before = platform, copies, smallest, before
@@ -241,10 +237,7 @@ class _Watched(SavedReference):
 
 
 class _OffloadedStorage:
-    """One saved storage: first on the device with its tensors, then as a host copy, then copied back.
-
-    `finish` ends the first state and `fetch` starts the last one.
-    """
+    """One saved storage: on the device with its tensors, by `finish` a host copy, by `fetch` copied back."""
 
     def __init__(self, block: _Block, platform: Platform, copies: HostCopies, x: Tensor, num_bytes: int) -> None:
         self._block, self._platform, self._copies = block, platform, copies

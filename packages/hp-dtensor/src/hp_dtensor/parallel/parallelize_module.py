@@ -142,11 +142,7 @@ def parallelize_module(
 
 
 def _matches(module: Module, platform: Platform, plan: Mapping[str, ParallelStyle]) -> Matches:
-    """Return the modules that the plan's patterns match; several patterns may match one module.
-
-    Raises:
-        PlanError: a pattern matches nothing, or has no style.
-    """
+    """Return the modules that the plan's patterns match. One without a match or a style raises a PlanError."""
     modules = dict(platform.named_modules(module))
     found, missing, wrong = [], [], []
     for pattern, style in plan.items():

@@ -88,22 +88,14 @@ class CheckpointedCall:
             return self._call(local)
 
     def leaf(self) -> Tensor:
-        """Return the local data of `x` as a leaf, at which the graph of a recomputation ends.
-
-        Raises:
-            RuntimeError: it has been written since forward.
-        """
+        """Return the local data of `x`, unwritten since forward, as a leaf at which a recomputation ends."""
         # Reading `tensors` checks the version of the input.
         leaf = self.platform.detach(self._given.tensors[0])
         self.platform.set_requires_grad(leaf, True)
         return leaf
 
     def again(self, leaf: Tensor) -> Tensor:
-        """Return the recomputed result, with recording.
-
-        Raises:
-            RuntimeError: the function takes another path than in forward.
-        """
+        """Return the recomputed result, with recording. A function on another path raises a RuntimeError."""
         # Backward runs without recording; the recomputation needs its graph's saved tensors.
         with self.platform.enable_grad(), self._precision(), self._record.again(), self._random.again():
             return self._call_again(leaf)
@@ -151,11 +143,7 @@ Form = tuple[tuple[int, ...], Any, int]
 
 
 def with_placeholders(call: CheckpointedCall, local: Tensor) -> Tensor:
-    """Return the result of a call whose graph holds no saved tensors except parameters.
-
-    Args:
-        local: the local data that the call gets.
-    """
+    """Return the result of a call on `local` whose graph holds no saved tensors except parameters."""
     placeholders = _Placeholders(call)
     platform = call.platform
     with platform.saving(placeholders.save, _get), saving_tensors(platform, placeholders.save_detached):
@@ -195,11 +183,7 @@ class _Placeholders:
         self._placeholders.append(placeholder)
 
     def fill(self) -> None:
-        """Recompute the call until all remaining placeholders are filled.
-
-        Raises:
-            RuntimeError: the function takes another path than in forward, or its input has been written.
-        """
+        """Recompute until all remaining placeholders are filled; refuse another path or a written input."""
         self._located_recompute(self)
 
     def _recompute(self) -> None:
@@ -242,10 +226,7 @@ class _Placeholder:
         self.tensor: SavedReference | None = None
 
     def get(self) -> Tensor:
-        """Return the tensor and release it.
-
-        A graph that is retained stays small; a second backward through it recomputes again.
-        """
+        """Return the tensor and release it: a retained graph stays small, and a second backward recomputes again."""
         if self.tensor is None:
             self._placeholders.fill()
         tensor, self.tensor = self.tensor, None
@@ -257,18 +238,11 @@ class _Placeholder:
 
 
 class _AllFilled(Exception):
-    """Stops a recomputation.
-
-    It is an `Exception`, not a `BaseException`: frameworks call hooks with `always_call` only for these.
-    """
+    """Stops a recomputation. An `Exception`: frameworks call hooks with `always_call` for these only."""
 
 
 class _Recomputation:
-    """Fills empty placeholders, given by their index, with the tensors that a recomputation saves.
-
-    Attributes:
-        is_over: all placeholders are filled.
-    """
+    """Fills empty placeholders by index with the tensors that a recomputation saves, until it `is_over`."""
 
     def __init__(self, call: CheckpointedCall, forms: list[Form], empty: Mapping[int, _Placeholder]) -> None:
         self._call, self._platform = call, call.platform

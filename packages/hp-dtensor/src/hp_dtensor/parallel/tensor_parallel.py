@@ -62,11 +62,7 @@ def _global_shape(x: Tensor, mesh: DeviceMesh, given: Placement) -> tuple[int, .
 
 
 def first_input(module: Module, args: tuple[Any, ...]) -> Any:
-    """Return the first positional argument of a call of `module`.
-
-    Raises:
-        PlanError: there is none.
-    """
+    """Return the first positional argument of a call of `module`, or raise a PlanError."""
     if not args:
         raise PlanError(
             f"{type(module).__name__}: a tensor-parallel style takes the module's first positional argument as its "
@@ -120,11 +116,7 @@ class _ShardedLayer(ParallelStyle):
 
     @abstractmethod
     def _layout(self, table: str | None) -> tuple[Mapping[str, Placement], Placement, Placement]:
-        """Return the placements of the sharded parameters, of the input to compute with, and of the output by default.
-
-        Args:
-            table: name of an embedding's table; None for a linear layer.
-        """
+        """Return the placements of the sharded parameters, of the input, and of the output; `table`: an embedding's."""
 
     def unfit(self, module: Module, platform: Platform) -> str | None:
         names = list(own_parameters(platform, module))

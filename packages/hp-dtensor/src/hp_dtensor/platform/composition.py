@@ -57,8 +57,6 @@ class Composition:
         own = None if name.startswith("_") else self._kernels.get(name)
         return object.__getattribute__(self, name) if own is None else own
 
-    # Creation --------------------------------------------------------------------------------------------
-
     def zeros(self, shape: Sequence[int], dtype: Any) -> Tensor:
         return self.full(shape, 0, dtype)
 
@@ -70,8 +68,6 @@ class Composition:
 
     def ones_like(self, x: Tensor) -> Tensor:
         return self.ones(tuple(x.shape), x.dtype)
-
-    # Pointwise -------------------------------------------------------------------------------------------
 
     def neg(self, x: Tensor) -> Tensor:
         return self.mul(x, -1)
@@ -146,8 +142,6 @@ class Composition:
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
         return self.where(mask, self.full((), value, x.dtype), x)
 
-    # Reductions ------------------------------------------------------------------------------------------
-
     def mean(self, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
         dims = (dim,) if isinstance(dim, int) else dim or range(len(x.shape))
         wide = self._accurate(x) if self._is_floating(x) else x
@@ -178,8 +172,6 @@ class Composition:
         highest = self.amax(self._platform.detach(x), dim, True)
         return self.where(self.isfinite(highest), highest, self.zeros_like(highest))
 
-    # Products --------------------------------------------------------------------------------------------
-
     def bmm(self, x: Tensor, y: Tensor) -> Tensor:
         return self.matmul(x, y)
 
@@ -202,8 +194,6 @@ class Composition:
             hidden = self.lt(self.unsqueeze(rows, 1), self.unsqueeze(columns, 0))
             scores = self.masked_fill(scores, hidden, -math.inf)
         return self.matmul(self.softmax(scores, -1), value)
-
-    # Normalization, losses, tables -----------------------------------------------------------------------
 
     def softmax(self, x: Tensor, dim: int) -> Tensor:
         wide = self._accurate(x)
@@ -233,8 +223,6 @@ class Composition:
     def embedding(self, ids: Tensor, weight: Tensor) -> Tensor:
         rows = self.index_select(weight, 0, self.reshape(ids, (-1,)))
         return self.reshape(rows, (*ids.shape, *weight.shape[1:]))
-
-    # Shapes ----------------------------------------------------------------------------------------------
 
     def permute(self, x: Tensor, dims: Sequence[int]) -> Tensor:
         order, wanted = list(range(len(dims))), [dim % len(dims) for dim in dims]
@@ -273,8 +261,6 @@ class Composition:
         merged = (*x.shape[:dim], x.shape[dim] * repeats, *x.shape[dim + 1 :])
         return self.reshape(self.expand(self.unsqueeze(x, dim + 1), shape), merged)
 
-    # Selection -------------------------------------------------------------------------------------------
-
     def topk(self, x: Tensor, k: int, dim: int) -> tuple[Tensor, Tensor]:
         positions = self.narrow(self.argsort(x, dim, True, True), dim % len(x.shape), 0, k)
         return self.gather(x, dim, positions), positions
@@ -286,8 +272,6 @@ class Composition:
     def bincount(self, x: Tensor, minlength: int) -> Tensor:
         # O(elements * minlength) memory.
         return self.cast(self.sum(self.one_hot(x, minlength), 0), self._platform.dtype("int64"))
-
-    # Helpers ---------------------------------------------------------------------------------------------
 
     def _is_tensor(self, value: Any) -> bool:
         return isinstance(value, self._platform.Tensor)

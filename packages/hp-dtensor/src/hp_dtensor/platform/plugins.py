@@ -41,11 +41,7 @@ class PluginManager(pluggy.PluginManager):
         self.add_hookspecs(specs)
 
     def register(self, plugin: Any, name: str | None = None) -> str | None:
-        """Register a plugin, so that errors of its hooks name it.
-
-        Raises:
-            PluginError: one of its hooks has arguments that the specification lacks.
-        """
+        """Register a plugin, so that errors of its hooks name it; unknown arguments raise a PluginError."""
         try:
             registered = super().register(plugin, name)
         except pluggy.PluginValidationError as error:
@@ -76,10 +72,7 @@ class PluginManager(pluggy.PluginManager):
 
 
 def _guarded(function: Callable[..., Any], origin: str, hook: str) -> Callable[..., Any]:
-    """Return the hook `function` with its errors converted to `PluginError`s that name the plugin.
-
-    An `HPError` keeps its type and message and gets a note.
-    """
+    """Return a hook whose errors become `PluginError`s that name the plugin, but for `HPError`s, which get a note."""
 
     @functools.wraps(function)
     # By position only: pluggy has read the names of the arguments from the original function at registration.

@@ -109,10 +109,7 @@ def add_record(platform: Any, name: str, group: tuple[int, ...], wire_bytes: flo
 
 
 def located(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its collectives recorded for the modules whose forward this thread is running now.
-
-    Otherwise collectives of a backward would be recorded for the modules around the call of backward.
-    """
+    """Return `function`, called in backward, with its collectives recorded for the modules that run forward now."""
     # Autograd may run backward in a thread of its own, which has no places, so those of the forward are captured now.
     then = _thread.places
     if not then:
@@ -141,11 +138,7 @@ def inside(modules: Sequence[Module], in_backward: bool = False) -> contextlib.A
 
 
 def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
-    """Record that the forward of a module starts.
-
-    Args:
-        arrive: first give this thread a place in the log if it has none, as a thread that runs backward.
-    """
+    """Record that a module's forward starts, in a thread without a place too if that may run backward (`arrive`)."""
     # Recomputation calls a forward in the thread of backward, which may have no place of its own.
     if arrive and all(place.log is not log for place in _thread.places):
         _thread.places += (Place(log),)
@@ -153,10 +146,7 @@ def enter(log: CollectiveLog, module: str, arrive: bool) -> None:
 
 
 def leave(log: CollectiveLog, module: str) -> None:
-    """Record that the forward of a module, and of all modules inside it, has ended.
-
-    A module whose forward has not started is ignored.
-    """
+    """Record that the forward of a module, if it has started, and of all modules inside it, has ended."""
     # The last occurrence, because a module may be called inside its own forward. Modules behind it may have raised
     # without being left.
     _step(log, lambda path: path[: len(path) - path[::-1].index(module) - 1] if module in path else path)

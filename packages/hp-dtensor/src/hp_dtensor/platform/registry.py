@@ -128,11 +128,7 @@ class Registry:
 
     @contextlib.contextmanager
     def registering(self, plugin: str, origin: str | None = None) -> Iterator[Registry]:
-        """Attribute the entries added inside the block to `plugin`.
-
-        Args:
-            origin: description of the plugin for messages. Default: its name.
-        """
+        """Attribute the entries added inside the block to `plugin`, which messages describe as `origin`."""
         # Restored rather than reset, so that blocks may be nested.
         before = self._plugin, self._origin
         self._plugin, self._origin = plugin, origin or f"plugin {plugin!r}"
@@ -155,11 +151,7 @@ class Registry:
 
 
 def fill_registry(registry: Registry, manager: pluggy.PluginManager, hook: str) -> Registry:
-    """Call `hook(registry=registry)` of each plugin separately, so that entries name the plugin that added them.
-
-    Returns:
-        `registry`.
-    """
+    """Call `hook(registry=registry)` of each plugin, so that entries name their plugin, and return the registry."""
     for plugin in call_each(manager, hook):
         with registry.registering(plugin.name, origin_of(manager, plugin.name)):
             plugin.call(registry=registry)

@@ -51,22 +51,14 @@ def platform_here() -> Platform | None:
 
 
 def platform_of(module: Any, platform: Platform | str | None = None) -> Platform:
-    """Return `platform` if given, else the platform of a module of `hp_dtensor.nn`, else the selected one.
-
-    Raises:
-        PlatformError: as `get_platform`.
-    """
+    """Return `platform` if given, else that of a module of `hp_dtensor.nn`, else the selected one (`get_platform`)."""
     if platform is None and isinstance(own := getattr(module, "platform", None), Platform):
         return own
     return get_platform(platform)
 
 
 def platform_of_tensor(x: Any) -> Platform:
-    """Return the platform of the framework that created the plain tensor `x`, else the selected one.
-
-    Raises:
-        PlatformError: as `get_platform`.
-    """
+    """Return the platform of the framework that made the plain tensor `x`, else the selected one (`get_platform`)."""
     # All bases, because a user's subclass of a tensor is defined in the user's module. Names suffice, so no framework
     # is imported to find out.
     name = _framework_among(tuple(base.__module__.partition(".")[0] for base in type(x).__mro__))
@@ -143,10 +135,7 @@ def platform_plugins() -> list[str]:
 
 
 def registrant_of(name: str) -> str | None:
-    """Return how messages name the plugin with this name or with a platform of this name; None: there is none.
-
-    This imports the frameworks of all platforms unless a plugin has the name.
-    """
+    """Return how messages name the plugin with this name, or with a platform of this name, or None."""
     # From metadata, because `HP_LOAD_PLUGINS` hides plugins that are installed.
     for entry_point in importlib.metadata.entry_points(group="hp_dtensor", name=name):
         return f"plugin {name!r}" + (f" of distribution {entry_point.dist.name!r}" if entry_point.dist else "")

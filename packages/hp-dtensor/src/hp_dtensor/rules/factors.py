@@ -317,10 +317,7 @@ def _place_picked(
 def _ragged_kinds(
     rule: Factorization, factor: str, current: Sequence[Placement], ranks: int, nested: bool
 ) -> list[Placement]:
-    """Return the ragged shardings of a factor that inputs have now, in elements of the factor.
-
-    Uneven chunks of one dimension are ragged chunks of another dimension into which it is merged.
-    """
+    """Return the ragged shardings of a factor that inputs have now, and those of merged uneven chunks."""
     kinds: list[Placement] = []
     for dims, placement in zip(rule.inputs, current, strict=True):
         dim = rule.dim_of(dims, factor)

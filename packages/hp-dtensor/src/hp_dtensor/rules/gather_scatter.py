@@ -23,10 +23,7 @@ Tensor = Any
 
 
 def own_ids(ops: Any, ids: Tensor, start: int, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return ids relative to a shard (0 for ids outside of it), and the mask of those inside.
-
-    An id outside the global size becomes `length`, so that the local operation fails on it as it would on one device.
-    """
+    """Return ids relative to a shard (0 outside of it, `length` for invalid ones), and the mask of those inside."""
     # The mask is arithmetic, without a branch on data: the host need not wait for the device.
     relative = ops.sub(ids, start)
     inside = ops.logical_and(ops.ge(relative, 0), ops.lt(relative, length))
@@ -112,10 +109,7 @@ def _index_select(call: OpCall) -> Factorization:
 
 
 def _picked_by_owners(call: OpCall, rule: Factorization, dim: int) -> Factorization:
-    """Return the rule with the dimension sharded if few positions are picked, else unsharded.
-
-    Each rank then returns the positions that it owns, and zeros for the others.
-    """
+    """Return the rule; if few positions are picked, with a sharded dimension and zeros for those of other ranks."""
     shape, index = (spec.shape for spec in call.tensors)
     picked = index[0] if call.name == "index_select" else index[dim]
     # Reducing a partial result sends up to twice its size (all-reduce), gathering the input its size once.

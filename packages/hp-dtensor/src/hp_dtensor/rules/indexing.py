@@ -120,11 +120,7 @@ def _zeros_from(ops: Any, x: Tensor, dim: int) -> Tensor:
 def parse_index(
     call: OpCall, items: Sequence[Item], dims: Dims, sizes: Mapping[str, int]
 ) -> tuple[tuple[Dim, ...], dict[str, range], list[str]]:
-    """Return an index's output dimensions, sliced factor -> positions, and the factors of single positions.
-
-    Args:
-        items: one item per dimension, and `None`s. The output dimension of a tensor item is `("tensor",)`.
-    """
+    """Return an index's output dimensions (`("tensor",)` for tensors), sliced factor -> positions, picked factors."""
     # An integer or tensor removes its dimension, whose factor the output lacks; a slice keeps it, shortened (`picked`).
     output: list[Dim] = []
     sliced: dict[str, range] = {}
@@ -180,10 +176,7 @@ ELSEWHERE = object()
 def local_index(
     items: Sequence[Item], sizes: Mapping[str, int], spans: Mapping[str, Span]
 ) -> tuple[list[Item], list[Span | None]]:
-    """Return the index relative to this rank's shard, and the span of each output dimension that the shard contributes.
-
-    A span of None is the full output dimension.
-    """
+    """Return the index relative to the shard, and its span of each output dimension; None: all of the dimension."""
     index: list[Item] = []
     taken: list[Span | None] = []
     position = 0
@@ -467,11 +460,7 @@ def _rows(call: LocalCall, place: int, items: Sequence[Item], dim: int, shape: t
 
 
 def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
-    """Return positions along a dimension of `size` with negative ones counted from the front.
-
-    Raises:
-        IndexOutOfRangeError: a position is outside the dimension. The message starts with `what`.
-    """
+    """Return positions with negative ones counted from the front. Invalid ones raise an IndexOutOfRangeError."""
     found = found.astype(numpy.int64)  # int8 and uint8 cannot hold the sum with `size`
     outside = found[(found < -size) | (found >= size)]
     if outside.size:
@@ -482,11 +471,7 @@ def counted_from_front(what: str, found: Array, dim: int, size: int) -> Array:
 
 
 def _rows_of_value(call: LocalCall, picked: Picked, ndim: int, own: Array) -> Any:
-    """Return the rows of the assigned value at the positions `own`, which form one dimension.
-
-    Args:
-        ndim: number of dimensions of the result with that one dimension.
-    """
+    """Return the rows of the assigned value at the positions `own`, as one of the result's `ndim` dimensions."""
     value, ops = call.arguments["value"], call.platform.ops
     behind = ndim - 1 - picked.start
     if not hasattr(value, "shape") or len(value.shape) <= behind:

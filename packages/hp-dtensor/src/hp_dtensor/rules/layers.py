@@ -127,10 +127,7 @@ def _embedding_bag(call: OpCall) -> Factorization:
 
 
 def _attention(call: OpCall) -> Factorization:
-    """Attend with parallel batch and key-value heads, and parallel queries unless causal; keys are unsharded.
-
-    Tensors are `[batch, heads, length, width]`. `hp_dtensor.attention` shards the sequence too (ring, Ulysses).
-    """
+    """Attend with parallel batch, heads and, unless causal, queries of `[batch, heads, length, width]`."""
     if call["dropout_p"]:
         raise call.refuse("dropout is not supported for DTensors; use hp_dtensor.attention")
     query, key, value = (spec.shape for spec in call.tensors[:3])
@@ -160,10 +157,7 @@ def _attention(call: OpCall) -> Factorization:
 
 
 def _batch_norm(call: OpCall) -> Factorization:
-    """Normalize the channels of `[batch, channels, ...]`, which are parallel, over all other dimensions.
-
-    These may be sharded too: in training, two all-reduces of one number per channel sum the statistics over ranks.
-    """
+    """Normalize the parallel channels of `[batch, channels, ...]`. In training, statistics are summed over ranks."""
     shape = call.tensors[0].shape
     if len(shape) < 2:
         raise call.needs_replicated("its rule needs [batch, channels, ...]")
@@ -315,10 +309,7 @@ def _pool(dilated: str | None) -> Rule:
 
 
 def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil: bool) -> int:
-    """Return the number of windows of a pool or kernel along a dimension, as torch counts them.
-
-    With `ceil`, the last one may reach beyond the end.
-    """
+    """Return the number of windows of a pool along a dimension, as torch counts them."""
     covered = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (covered + (stride - 1 if ceil else 0)) // stride + 1
     # torch ignores a last window that would start in the padding behind the end.

@@ -284,10 +284,7 @@ def _over_classes(call: LocalCall, x: Tensor) -> Tensor:
 
 
 def _reduced(call: LocalCall, losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Apply the call's reduction to this rank's losses `[rows]`; the results of `sum` and `mean` are partial.
-
-    A mean divides by the number of rows of all ranks, or by the sum of `weights` `[rows]` over them.
-    """
+    """Reduce this rank's losses `[rows]` to partial results. A mean divides by the rows, or `weights`, of all ranks."""
     ops, dtype = call.platform.ops, call.platform.loss_dtype(call.arguments["input"])
     if call.arguments["reduction"] == "none":
         return ops.cast(losses, dtype)

@@ -73,12 +73,7 @@ def register(registry: RuleRegistry) -> None:
 
 
 def pointwise(linearity: str | None) -> Rule:
-    """Return the rule of a pointwise operation.
-
-    Args:
-        linearity: the operation whose linearity it has: `unary`, `add`, `mul`, `div` or `where`. None: it is not
-            linear.
-    """
+    """Return the rule of a pointwise operation that is linear as `unary`, `add`, `mul`, `div` or `where`; None: not."""
 
     def rule(call: OpCall) -> Factorization:
         shape = call.broadcast_shape(call.tensors)

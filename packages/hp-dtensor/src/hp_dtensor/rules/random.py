@@ -118,10 +118,7 @@ def _global_like(call: LocalCall, x: Tensor, make: Callable[..., Tensor]) -> Ten
 
 
 def _order_of_largest_shard(spec: TensorSpec, shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the memory order of the rank whose shard has most dimensions of size above 1.
-
-    Ranks outside the mesh use their own.
-    """
+    """Return the memory order of the mesh's rank whose shard has most dimensions of size above 1."""
     if spec.mesh.get_coordinate() is None:
         return order
     axes = tuple(axis for axis, placement in enumerate(spec.placements) if not placement.is_replicate())

@@ -290,11 +290,7 @@ def groups_of(call: LocalCall, dims: Sequence[int]) -> list[ProcessGroup]:
 
 
 def sum_over(x: Tensor, groups: Sequence[ProcessGroup], vary: bool = False) -> Tensor:
-    """Sum `x` over the ranks of groups, differentiably.
-
-    Args:
-        vary: each rank uses the replicated sum with its own data (R -> V), so that its gradient is summed over ranks.
-    """
+    """Sum `x` over ranks, differentiably; `vary`: each rank uses the sum with its own data (R -> V)."""
     # P -> R, whose backward sends nothing.
     for group in groups:
         x = collectives.all_reduce(x, group)
@@ -484,11 +480,7 @@ def first_k_of_shards(dim: int, k: int) -> Local:
 def _best_candidates(
     call: LocalCall, dim: int, pick: Callable[[Tensor, int], tuple[Tensor, Tensor]], count: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the best `count` values of all shards along `dim` and their positions.
-
-    Args:
-        pick: `pick(x, n)` returns the best n values of `x` along `dim` and their positions.
-    """
+    """Return the best `count` values of all shards and their positions; `pick(x, n)` returns those of one tensor."""
     platform, ops, x = call.platform, call.platform.ops, call.arguments["input"]
     if not platform.is_floating(x.dtype):
         x = platform.detach(x)

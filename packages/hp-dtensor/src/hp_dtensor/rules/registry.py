@@ -79,11 +79,7 @@ class OpCall:
         return NeedsReplicatedError(str(self.refuse(why)))
 
     def broadcast_shape(self, tensors: Iterable[TensorSpec]) -> tuple[int, ...]:
-        """Return the shape of tensors broadcast together, by NumPy's rule.
-
-        Raises:
-            ShardingRuleError: they do not broadcast.
-        """
+        """Return the shape of tensors broadcast together, by NumPy's rule."""
         shapes = [spec.shape for spec in tensors]
         ndim = max((len(shape) for shape in shapes), default=0)
         result = []

@@ -61,11 +61,7 @@ REPLICATED_OPERATIONS = """
 
 
 def register_builtin_rules(registry: RuleRegistry) -> None:
-    """Register every built-in rule.
-
-    Raises:
-        ValueError: an operation is in two tables.
-    """
+    """Register every built-in rule."""
     for table in TABLES:
         table.register(registry)
     registry.register_replicated(REPLICATED_OPERATIONS)

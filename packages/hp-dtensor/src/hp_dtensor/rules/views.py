@@ -92,10 +92,7 @@ def _indivisible_intervals(bounds: list[int], common: set[int]) -> list[tuple[in
 def _dims_between(
     side: str, ends: list[int], bounds: list[int], indivisible: list[tuple[int, int]], sizes: dict[str, int]
 ) -> Dims:
-    """Return the factors of the dimensions that end at the products `ends`, and add their sizes to `sizes`.
-
-    Common factors are named by the product before them, so both tensors name them alike. Others are named by side.
-    """
+    """Return the factors of the dimensions that end at `ends`, and add their sizes; common ones have common names."""
     dims: list[tuple[str, ...]] = []
     start = 1
     for index, end in enumerate(ends):

@@ -273,11 +273,7 @@ def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placeme
 def placements_of_aliases(
     mesh_shape: Sequence[int], axis_names: Sequence[str], aliases: Sequence[str | tuple[str, ...] | None]
 ) -> tuple[Placement, ...]:
-    """Return one placement per mesh axis for alias names, one entry per tensor dimension.
-
-    Raises:
-        ValueError: an unknown alias, or one that shards two dimensions.
-    """
+    """Return one placement per mesh axis for alias names. An unknown or repeated one raises a ValueError."""
     placements: list[Placement] = [Replicate()] * len(mesh_shape)
     used: set[str] = set()
     for dim, item in enumerate(aliases):

@@ -100,10 +100,7 @@ class TensorSpec:
         return tuple(offset), tuple(shape)
 
     def ranges(self, coordinate: Sequence[int] | None = None) -> tuple[Ranges, ...]:
-        """Return for each dimension the ascending (start, stop) ranges of the global tensor that the shard holds.
-
-        A rank outside the mesh holds none.
-        """
+        """Return the ascending (start, stop) ranges of the shard for each dimension; none outside of the mesh."""
         where = self.mesh.get_coordinate() if coordinate is None else coordinate
         if where is None:
             return ((),) * self.ndim
@@ -115,11 +112,7 @@ class TensorSpec:
         return tuple(held)
 
     def strides(self, local: Sequence[int]) -> tuple[int, ...]:
-        """Return the global strides (in elements) of a tensor whose memory order is that of this rank's shard.
-
-        Args:
-            local: the strides of the shard.
-        """
+        """Return the global strides (in elements) of a tensor whose shard on this rank has the strides `local`."""
         # Row-major strides, for shards whose own strides say nothing.
         packed = [math.prod(self.shape[dim + 1 :]) for dim in range(self.ndim)]
         result = list(local)
@@ -221,10 +214,7 @@ def grad_spec(spec: TensorSpec) -> TensorSpec:
 
 @cached_by_spec(maxsize=4096)
 def has_gradient(spec: TensorSpec) -> bool:
-    """Return whether placements can describe the gradient of a value.
-
-    They cannot if the value is partial, but not a sum: each rank then has the gradient of its own contribution.
-    """
+    """Return whether placements can describe the gradient of a value: not if it is partial, but not a sum."""
     # On an axis of one rank, every reduction is that rank's own value, whatever the operation.
     return not spec.is_partial or all(
         size == 1 or not placement.is_partial() or placement == Partial()
@@ -233,11 +223,7 @@ def has_gradient(spec: TensorSpec) -> bool:
 
 
 def visible_grad_spec(spec: TensorSpec) -> TensorSpec:
-    """Return `grad_spec` of a value, for a gradient that the user sees.
-
-    Raises:
-        GradientPathError: the value is partial, but not a sum.
-    """
+    """Return `grad_spec` of a value, or raise a GradientPathError if no placements can describe its gradient."""
     if not has_gradient(spec):
         raise GradientPathError(
             f"the gradient of {spec!r}: each rank has that of its own contribution, which no placement describes. "
@@ -247,10 +233,7 @@ def visible_grad_spec(spec: TensorSpec) -> TensorSpec:
 
 
 def split_ranges(ranges: Ranges, placement: Placement, ranks: int) -> list[Ranges]:
-    """Return each rank's shard of ascending disjoint (start, stop) ranges, with adjacent ranges joined.
-
-    The ranges are split as if they were concatenated, as a later mesh axis splits what earlier ones left.
-    """
+    """Return each rank's shard of ascending disjoint (start, stop) ranges, which are split as if concatenated."""
     size = sum(stop - start for start, stop in ranges)
     return [
         join_ranges([taken for start, stop in shard for taken in _take(ranges, start, stop)])
@@ -284,11 +267,7 @@ def _take(ranges: Ranges, begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def require_placements(what: str, mesh: DeviceMesh, placements: Any) -> tuple[Placement, ...]:
-    """Return `placements` as a tuple.
-
-    Raises:
-        PlacementError: not a sequence, such as a single placement. The message starts with `what`.
-    """
+    """Return `placements` as a tuple. Anything but a sequence raises a PlacementError that starts with `what`."""
     if not isinstance(placements, Sequence) or isinstance(placements, str):
         raise PlacementError(
             f"{what}: placements must be a tuple with one placement for each of the axes {mesh.describe()}, "
@@ -298,11 +277,7 @@ def require_placements(what: str, mesh: DeviceMesh, placements: Any) -> tuple[Pl
 
 
 def normalize_placements(mesh: DeviceMesh, placements: Sequence[Placement], ndim: int) -> tuple[Placement, ...]:
-    """Return placements with non-negative dimensions, checked against mesh and tensor.
-
-    Raises:
-        PlacementError: they do not fit. The message lists every problem.
-    """
+    """Return placements with non-negative dimensions. A PlacementError lists all that do not fit mesh and tensor."""
     problems = []
     if (count := wrong_count(mesh, placements)) is not None:
         problems.append(count)

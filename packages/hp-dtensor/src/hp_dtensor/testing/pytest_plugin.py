@@ -163,10 +163,7 @@ def rank_pool(hp_platform: Platform, fork_server: ForkServer) -> Iterator[Callab
 
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
-    """`free_port()`: a free port of this machine, outside the range from which the system assigns ports.
-
-    It therefore stays free until a slow process binds it, even if other tests request ports meanwhile.
-    """
+    """`free_port()`: a free port that the system does not assign, and that stays free until a slow process binds it."""
     first_assigned = 32768  # Linux's default
     with contextlib.suppress(OSError, ValueError, IndexError):
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -203,11 +200,7 @@ class Share:
 
     @classmethod
     def parse(cls, text: str) -> Share:
-        """Return the share that text such as `2/4` names.
-
-        Raises:
-            ValueError: the text has another form.
-        """
+        """Return the share that text such as `2/4` names; another form raises a ValueError."""
         try:
             number, count = map(int, text.split("/"))
         except ValueError:
@@ -219,10 +212,7 @@ ALL = Share()
 
 
 def chosen(cases: Sequence[Case], limit: int | None = None, share: Share = ALL) -> list[Case]:
-    """Return a reproducible random sample of at most `limit` cases, or a share of it, in their order.
-
-    The sample is random because every n-th case of a product of options would have the same last option.
-    """
+    """Return a reproducible random sample of at most `limit` cases, or a share of it, in their order."""
     drawn = list(range(len(cases)))
     if share.count > 1 or (limit is not None and limit < len(cases)):
         random.Random(len(cases)).shuffle(drawn)

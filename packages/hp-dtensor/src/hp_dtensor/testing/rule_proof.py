@@ -187,11 +187,7 @@ RTOL, ATOL = 2e-4, 2e-5
 
 
 class Operations:
-    """Functions by canonical name: those of `platform.ops`, else the framework's own.
-
-    Raises:
-        CapabilityError: raised by an attribute whose operation the framework lacks.
-    """
+    """Functions by name: those of `platform.ops`, else the framework's own, or a CapabilityError."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform

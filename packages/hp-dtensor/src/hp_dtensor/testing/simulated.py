@@ -318,11 +318,7 @@ class Receiving:
         self._is_over = False
 
     def wait(self) -> None:
-        """Wait until the message is in the tensor of the call.
-
-        Raises:
-            CollectiveError: the message has another shape or dtype. Raised on all ranks.
-        """
+        """Wait until the message is in the tensor of the call. Another shape or dtype raises on all ranks."""
         if not self._is_over:
             self._is_over = True
             self._job.receive(self._call, self._message)

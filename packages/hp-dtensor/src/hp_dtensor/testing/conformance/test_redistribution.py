@@ -107,9 +107,6 @@ def test_what_becomes_a_partial_maximum_has_its_gradient(hp_platform: Platform, 
     run_ranks(rank, 4, hp_platform)
 
 
-# On ranks of every kind, later, and between meshes --------------------------------------------------------------
-
-
 def test_every_step_works(ranks: Ranks) -> None:
     ranks.run(every_step_works)
 
@@ -138,9 +135,6 @@ def test_ragged_shards_may_differ_between_lines(hp_platform: Platform) -> None:
 
 def test_redistribution_between_views_of_the_same_ranks(hp_platform: Platform) -> None:
     run_ranks(between_views_of_the_same_ranks, 4, hp_platform, hp_platform)
-
-
-# Reductions other than sums ---------------------------------------------------------------------------------
 
 
 def _select(platform: Platform, op: str, target: Sequence[Placement]) -> tuple[np.ndarray, ...]:
@@ -253,9 +247,6 @@ def _average_of_integers(platform: Platform) -> None:
 
 def test_averages_of_integers_are_refused(hp_platform: Platform) -> None:
     run_ranks(_average_of_integers, 2, hp_platform, hp_platform)
-
-
-# Uses that differ per rank ----------------------------------------------------------------------------------
 
 
 def _varying_gradient(platform: Platform, source: Sequence[Placement]) -> tuple[list[str], np.ndarray, np.ndarray]:
