@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.process_group import ProcessGroup
-from hp_dtensor.comm.saved_tensors import COLLECTIVES, SavedTensors, saved_result
+from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -42,22 +42,9 @@ def vary(x: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
     return _platform(groups[0]).linear_map(x, lambda t: t, lambda g: functools.reduce(all_reduce_data, groups, g))
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
-    """Reduce over the ranks (P -> R).
-
-    Backward is the identity for sums and a factor 1/n for averages. For max, min and product it is that of the
-    reduction on one device; see `grad_of_selected`.
-    """
-    platform = _platform(group)
-    if op not in ("sum", "avg"):
-        return _all_reduce_selecting(x, group, op)
-
-    def backward(g: Tensor) -> Tensor:
-        # A partial sum x_r has d(sum)/d(x_r) = 1, so each rank's gradient is that of the result, which is the same on
-        # all ranks already: no collective in backward.
-        return g if op == "sum" else platform.ops.mul(g, 1.0 / group.size)
-
-    return platform.linear_map(x, saving_result(lambda t: all_reduce_data(t, group, op)), backward)
+def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks (P -> R). Backward communicates nothing: each summand has the gradient of the sum."""
+    return _platform(group).linear_map(x, saving_result(lambda t: all_reduce_data(t, group)), lambda g: g)
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
@@ -197,24 +184,6 @@ def move_rows_data(x: Tensor, group: ProcessGroup, dim: int, moves: Sequence[Row
         blocks.append(ops.narrow(x if move.source == me else receives[move.source], dim, start, move.rows))
         taken[move.source] += move.rows
     return ops.cat(blocks, dim) if blocks else ops.clone(ops.narrow(x, dim, 0, 0))
-
-
-def _all_reduce_selecting(x: Tensor, group: ProcessGroup, op: str) -> Tensor:
-    """Reduce by max, min or product over the ranks, with the gradient of the reduction on a single device."""
-    platform = _platform(group)
-    saved: list[SavedTensors] = []
-
-    def forward(t: Tensor) -> Tensor:
-        result = saved_result(COLLECTIVES, lambda: all_reduce_data(t, group, op))
-        # A list, because forward runs inside of the node, after both closures have been created.
-        saved[:] = [SavedTensors(platform, t, result)]
-        return result
-
-    def backward(g: Tensor) -> list[Tensor]:
-        data, result = saved[0].tensors
-        return [grad_of_selected(g, data, result, group, op)]
-
-    return platform.custom_function(forward, backward, x)
 
 
 def grad_of_selected(grad: Tensor, x: Tensor, result: Tensor, group: ProcessGroup, op: str) -> Tensor:

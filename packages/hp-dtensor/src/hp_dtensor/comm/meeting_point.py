@@ -68,9 +68,6 @@ class MeetingPoint:
         """Wait until the name resolves and, unless this rank serves, something answers; return the IP address.
 
         After a few seconds the cause is reported on standard error, and again every minute.
-
-        Raises:
-            PlatformError: the port is in use on the rank that serves, or the time is over.
         """
         report_at, pause = self.started + _FIRST_REPORT_SECONDS, 0.005
         while True:

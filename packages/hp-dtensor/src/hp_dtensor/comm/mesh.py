@@ -32,9 +32,6 @@ def read_shape_and_ranks(
 
     A tuple of ints is a shape. Anything else that holds ints (a list, nested lists, an array, a tensor) is the ranks
     themselves, as torch's `DeviceMesh` takes them.
-
-    Raises:
-        MeshError: both a mesh and a shape, neither, or something that is neither.
     """
     if (mesh is None) == (mesh_shape is None):
         raise MeshError("a mesh takes its ranks (mesh=, as in torch) or its shape (mesh_shape=): pass exactly one")
@@ -270,9 +267,7 @@ class DeviceMesh(MeshCoordinates):
         wanted = (names,) if isinstance(names, str) else names
         if not isinstance(wanted, (tuple, list)) or not all(isinstance(name, str) for name in wanted):
             raise MeshError(f"a mesh is sliced by axis names, got {names!r}; axes: {', '.join(self.mesh_dim_names)}")
-        axes = tuple(self._axis_named(name) for name in wanted)
-        check_disjoint(axes)
-        return self._derive(axes, self._base_of(axes))
+        return self.along([self._axis_named(name) for name in wanted])
 
     def along(self, axes: Sequence[MeshAxis]) -> DeviceMesh:
         """Return the mesh over this rank's ranks along `axes`, perhaps of another mesh over the same ranks."""
@@ -321,9 +316,7 @@ class DeviceMesh(MeshCoordinates):
         """
         if other.world is not self.world or other._ranks != self._ranks:
             raise MeshError(f"meshes {self.describe()} and {other.describe()} do not come from the same ranks")
-        axes = self.axes + other.axes
-        check_disjoint(axes)
-        return self._derive(axes, self._base_of(axes))
+        return self.along(self.axes + other.axes)
 
     @classmethod
     def from_group(

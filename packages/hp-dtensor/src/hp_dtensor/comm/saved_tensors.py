@@ -45,11 +45,7 @@ class SavedReference:
         return self._platform.version(self._tensor) == self._version
 
     def get(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was written in place meanwhile (if the framework counts writes).
-        """
+        """Return the tensor. One that was written in place meanwhile raises a RuntimeError."""
         self.check()
         return self._tensor
 

@@ -350,14 +350,7 @@ def _redistributed(x: Any, placements: Any) -> Any:
 
 @dataclass(frozen=True)
 class InputNames:
-    """Names of a function's inputs.
-
-    Attributes:
-        positional: names of positional inputs, in order.
-        rest: name of `*args`, or None.
-        keyword_only: names of keyword-only inputs.
-        keywords: name of `**kwargs`, or None.
-    """
+    """Names of a function's inputs: positional ones, `*args` or None, keyword-only ones, `**kwargs` or None."""
 
     positional: tuple[str, ...] = ()
     rest: str | None = None

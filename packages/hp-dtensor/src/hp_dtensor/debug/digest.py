@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from hp_dtensor.platform.attention import mix, stream_offsets
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
 
@@ -70,12 +71,7 @@ class Region:
 
 
 def region_of_spec(spec: TensorSpec, outer: Sequence[tuple[np.ndarray, int]] | None = None) -> Region:
-    """Return the region of this rank's shard of a DTensor.
-
-    Args:
-        outer: for each dimension the indices of the DTensor's rows in a still larger tensor, and that tensor's size,
-            where every group of ranks has a DTensor of its own samples.
-    """
+    """Return the region of this rank's shard of a DTensor with rows at `outer` indices of a larger tensor."""
     held = [np.concatenate([np.arange(*each) for each in ranges] or [np.arange(0)]) for ranges in spec.ranges()]
     if outer is None:
         return Region.of(spec.shape, held)
@@ -236,7 +232,8 @@ def factors(dim: int, size: int) -> np.ndarray:
     """
     counter: np.ndarray = np.arange(size, dtype=np.uint64)[:, None] * np.uint64(PROJECTIONS)
     counter = counter + np.arange(PROJECTIONS, dtype=np.uint64) + np.uint64((dim + 1) << 48)
-    bits = _mixed(counter)
+    # SplitMix64 (Steele et al., 2014, doi 10.1145/2714064.2660195).
+    bits = mix(stream_offsets(counter))
     magnitude = (bits >> np.uint64(12)).astype(np.float64) / 2.0**52 + 0.5
     sign = np.where(bits & np.uint64(1), 1.0, -1.0)
     result: np.ndarray = np.ones((size, PROJECTIONS + 1))
@@ -244,27 +241,9 @@ def factors(dim: int, size: int) -> np.ndarray:
     return result
 
 
-def _mixed(counter: np.ndarray) -> np.ndarray:
-    """Return 64 random bits for each counter (splitmix64: Steele et al., 2014, doi 10.1145/2714064.2660195)."""
-    with np.errstate(over="ignore"):
-        z = counter * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: np.ndarray = z ^ (z >> np.uint64(31))
-    return mixed
-
-
 @dataclass(frozen=True)
 class Part:
-    """Digest of one rank's elements of a tensor in a step.
-
-    Attributes:
-        rank: the rank.
-        region: sum of the keys of its regions, one per micro-batch, modulo 2**62.
-        numel: number of elements of these regions.
-        summand: which summand of a partial tensor it is.
-        values: the digest, float64 `[LENGTH]`.
-    """
+    """Digest of one rank's elements of a tensor; `region` is the sum of the keys of its regions, modulo 2**62."""
 
     rank: int
     region: int

@@ -27,13 +27,7 @@ MISSING = "none"
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of a difference.
-
-    Attributes:
-        name: such as `factor`, `missing reduction`, `stale`, `permutation`, `dtype`.
-        cause: the likely cause in words.
-        where: the elements and ranks in which the sides differ, in words.
-    """
+    """The kind of a difference, its likely cause in words, and the elements and ranks in which the sides differ."""
 
     name: str
     cause: str

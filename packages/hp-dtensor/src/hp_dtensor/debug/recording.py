@@ -102,14 +102,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Elements:
-    """Elements of a tensor that a rank has, or its summand of them.
-
-    Attributes:
-        rank: the rank.
-        summand: which summand of a partial tensor it is.
-        indices: global indices for each dimension; the elements are at their product.
-        values: the elements, float64.
-    """
+    """Elements of a tensor, or a summand of them, that a rank has at the product of global `indices` by dimension."""
 
     rank: int
     summand: int
@@ -184,11 +177,7 @@ class Recording:
 
     @classmethod
     def load(cls, path: str | Path) -> Recording:
-        """Read a file of `save`.
-
-        Raises:
-            RecordingError: it is missing, damaged or of another version.
-        """
+        """Read a file of `save`. One that is missing, damaged or of another version raises a RecordingError."""
         found, known = cls(), None
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:

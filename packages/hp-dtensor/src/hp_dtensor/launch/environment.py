@@ -115,9 +115,6 @@ def device_index(local_rank: int, num_devices: int) -> int:
     """Return the index of a rank's device among the `num_devices` that its process sees.
 
     It is the local rank, or 0 where Slurm shows each rank only its own device (`--gpus-per-task=1`).
-
-    Raises:
-        PlatformError: there is no device for this rank.
     """
     if local_rank < num_devices:
         return local_rank

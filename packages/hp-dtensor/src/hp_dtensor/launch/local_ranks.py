@@ -170,9 +170,6 @@ class LocalRanks:
 
         Args:
             check: called after each started process. If it raises, all ranks are ended.
-
-        Raises:
-            LaunchError: a rank failed. All ranks have been ended. Or the loopback interface does not work.
         """
         if self.size > 1:
             _check_loopback()

@@ -404,9 +404,6 @@ class RanksOfNode(ReplacedRanks):
             file, node: of `Nodes`, and the number of this machine.
             seconds: time to wait for the first machine, at the start and after it was lost.
             check: called regularly; it raises to stop serving.
-
-        Raises:
-            LaunchError: the job has failed, or the first machine did not come.
         """
         while True:
             self._channel = _connect(file, node, seconds, check)

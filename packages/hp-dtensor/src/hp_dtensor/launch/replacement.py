@@ -137,11 +137,7 @@ class ReplacedRanks(LocalRanks):
             raise
 
     def run(self, target: str, args: tuple[Any, ...], timeout_seconds: float | None) -> list[Any]:
-        """Run the function named `target` on every rank, replacing ranks that die, and return the results by rank.
-
-        Raises:
-            LaunchError: a rank raised an exception, or died when it could not be replaced. All ranks have been ended.
-        """
+        """Run the function named `target` on every rank, replacing ranks that die, and return the results by rank."""
         request = Run(target, pickle.dumps(args))
         try:
             self._send_all(request)

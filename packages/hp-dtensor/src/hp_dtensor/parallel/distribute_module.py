@@ -79,14 +79,7 @@ def tied_owners(platform: Platform, module: Module) -> list[list[Owner]]:
 
 
 def tie_again(platform: Platform, tied: Iterable[Sequence[Owner]]) -> None:
-    """Restore ties: make parameters that were one before their modules were distributed one again.
-
-    Args:
-        tied: the owners of each tied parameter, as `tied_owners` returned them before.
-
-    Raises:
-        PlanError: the modules placed a tied parameter in different ways.
-    """
+    """Place parameters that were one, of the owners that `tied_owners` returned before, as one again."""
     for owners in tied:
         # A style or `partition_fn` has replaced the parameter in its own module only, which breaks the tie.
         now = {owner.dotted: own_parameters(platform, owner.module).get(owner.name) for owner in owners}
@@ -117,10 +110,6 @@ def place_parameter(
 
     Args:
         src_data_rank: the mesh coordinate whose values are used; None: all ranks have the same values.
-
-    Raises:
-        PlanError: the parameter has gradient hooks, which the DTensor would not call; another module that shares it has
-            placed it differently.
     """
     platform = device_mesh.platform
     own = own_parameters(platform, module)
@@ -329,14 +318,7 @@ def _with_module(name: str, function: Callable[..., Any] | None) -> Callable[...
 
 
 def replicate_plain(module: Module, device_mesh: DeviceMesh, src_data_rank: int | None = 0) -> None:
-    """Make every plain parameter and buffer of `module` a replicated DTensor.
-
-    Args:
-        src_data_rank: the mesh coordinate whose values are used; None: all ranks have the same values.
-
-    Raises:
-        PlanError: a parameter has gradient hooks.
-    """
+    """Replicate every plain parameter and buffer, with the values of `src_data_rank`; None: all ranks have the same."""
     platform = device_mesh.platform
     for owners in parameter_owners(platform, module).values():
         if not isinstance(own_parameters(platform, owners[0].module)[owners[0].name], DTensor):

@@ -308,9 +308,6 @@ def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
 
     Args:
         local: the local data that the call gets.
-
-    Raises:
-        GradientPathError: from a backward to given inputs, and in `parallelize_value_and_grad`.
     """
     # Refused in forward already: the backward to given inputs may not reach this node.
     if _backward_to_given_inputs.get():

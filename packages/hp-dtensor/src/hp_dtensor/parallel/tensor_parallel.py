@@ -78,9 +78,6 @@ def map_outputs(where: str, output: Any, entries: Sequence[Any], place: Callable
         where: names the module in messages.
         output: one value, or a tuple, named tuple or list.
         entries: one entry of the plan per value.
-
-    Raises:
-        PlanError: the numbers of values and entries differ.
     """
     several = isinstance(output, (tuple, list))
     values = list(output) if several else [output]

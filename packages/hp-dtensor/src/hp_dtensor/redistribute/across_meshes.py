@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hp_dtensor.comm.collectives import exchange_packed
 from hp_dtensor.exceptions import PlacementError
 from hp_dtensor.redistribute.exchange import (
     FromMessage,
@@ -38,12 +39,7 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class AcrossPlan:
-    """A redistribution from a spec on one mesh to a spec on another, ready to run.
-
-    Attributes:
-        before, after: the plans within the source's and within the target's mesh.
-        ranks: the global ranks of both meshes, in ascending order.
-    """
+    """A redistribution between the `ranks` of two meshes, ready to run: a plan before it, an exchange, a plan after."""
 
     source: TensorSpec
     target: TensorSpec
@@ -75,21 +71,11 @@ class AcrossPlan:
         return plan_across(self.after.source, self.before.target, self.itemsize)._exchange
 
     def _exchange(self, local: Tensor) -> Tensor:
-        world, platform = self.source.mesh.world, self.source.mesh.platform
-        group = world.group(self.ranks)
-        device = platform.device_of(local)
-        sends = [None if region is None else platform.contiguous(region.of(platform, local)) for region in self._sends]
-        received: Received = {}
-        receives: list[Tensor | None] = [None] * group.size
-        for rank, region in self._receives.items():
-            received[rank] = receives[rank] = platform.empty(region.shape, local.dtype, device)
-        if group.size > 1:
-            group.exchange(
-                [None if j == group.rank else x for j, x in enumerate(sends)],
-                [None if j == group.rank else x for j, x in enumerate(receives)],
-            )
-        if group.rank in received:
-            received[group.rank] = sends[group.rank]
+        platform, group = self.source.mesh.platform, self.source.mesh.world.group(self.ranks)
+        sends = [[] if region is None else [region.of(platform, local)] for region in self._sends]
+        shapes = [[self._receives[rank].shape] if rank in self._receives else [] for rank in range(group.size)]
+        arrived = exchange_packed(group, sends, shapes, local.dtype, platform.device_of(local))
+        received: Received = {rank: each[0] for rank, each in enumerate(arrived) if each}
         return compact_copy(platform, self._recipe.make(platform, received, local))
 
     @functools.cached_property
@@ -206,9 +192,6 @@ def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> Ac
     """Return the plan from one mesh to another of the same world. Plans are cached.
 
     Planning and the first run take time linear in the number of ranks of both meshes.
-
-    Raises:
-        PlacementError: different shapes, or meshes of different worlds.
     """
     if source.shape != target.shape:
         raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")

@@ -19,12 +19,7 @@ Tensor = Any
 
 
 class Collective(Step):
-    """A collective of equal blocks, concatenated in dim 0.
-
-    Attributes:
-        op: the reduction, for those that reduce.
-        blocks_sent, blocks_received: number of blocks in its input and in its output.
-    """
+    """A collective of equal blocks in dim 0, `blocks_sent` in its input and `blocks_received` in its output."""
 
     op = "sum"
 

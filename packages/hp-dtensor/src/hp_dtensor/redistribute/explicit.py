@@ -46,9 +46,6 @@ def check_explicit(operation: str, location: tuple[int | str, ...], source: Tens
 
     Args:
         location: the path to the input in the arguments of the operation; empty for the tensor that a method reads.
-
-    Raises:
-        ImplicitRedistributionError: bytes would be sent inside a block of `explicit_redistribution`.
     """
     if not explicit_region.has(operation):
         return

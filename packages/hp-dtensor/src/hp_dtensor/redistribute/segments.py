@@ -79,11 +79,7 @@ def overlaps(
 
 
 def elements_in_place(shape: Sequence[int], mesh_shape: Sequence[int], source: Placements, target: Placements) -> int:
-    """Return the number of elements that at least one rank holds in `source` and needs in `target`.
-
-    These are the elements with the same coordinate in both on every axis that shards in both. Above
-    `MAX_COUNTED_SHARDS` shards the result is an estimate, so that the cost of planning is bounded for any mesh.
-    """
+    """Return the number of elements that stay on a rank, estimated above `MAX_COUNTED_SHARDS` shards."""
     shared = [a for a, (s, t) in enumerate(zip(source, target, strict=True)) if s.is_shard() and t.is_shard()]
     for dim in range(len(shape)):
         # Coordinates on the outer axes that shard the dimension alike in both always agree.

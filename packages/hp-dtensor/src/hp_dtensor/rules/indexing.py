@@ -488,12 +488,6 @@ def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of `getitem` or `setitem` with lists, ranges and arrays converted to replicated DTensors.
 
     A mask becomes the positions of its true elements, which are the same on all ranks.
-
-    Raises:
-        IndexOutOfRangeError: a position is outside its dimension, a mask has the wrong shape, or there are more indices
-            than dimensions.
-        ShardingRuleError: the index is a list of lists or an array of bytes, which frameworks interpret differently; or
-            an array of other values than integers and booleans, or of a single boolean.
     """
     x, index, *rest = args
     if not isinstance(x, DTensor):  # refused later, with any index

@@ -80,9 +80,6 @@ class Notation:
         broadcasts: whether dimensions of size 1 are broadcast, as those of `...` always are.
         replicates_others: whether a call with other numbers of dimensions runs on replicated operands. Otherwise it is
             refused.
-
-    Raises:
-        ValueError: the line is invalid.
     """
 
     def __init__(

@@ -111,12 +111,7 @@ class OpCall:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of an operation.
-
-    Attributes:
-        variadic: whether `x.view(2, 3)` means `x.view((2, 3))`.
-        keyword: whether it is keyword-only.
-    """
+    """A parameter of an operation: `variadic` if `x.view(2, 3)` means `x.view((2, 3))`, or `keyword`-only."""
 
     name: str
     default: Any = REQUIRED

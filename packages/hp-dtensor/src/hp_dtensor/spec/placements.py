@@ -249,12 +249,7 @@ def is_aliases(items: Any) -> bool:
 
 
 def placements_for(device_mesh: DeviceMesh, specification: Any) -> tuple[Placement, ...]:
-    """Return the placements of a specification on `device_mesh`.
-
-    Raises:
-        TypeError: not a specification.
-        ValueError: a layout of another mesh, an unknown alias, or one that shards two dimensions.
-    """
+    """Return the placements of a specification on `device_mesh`. Raises a TypeError or a ValueError for a wrong one."""
     # By attribute, because `Layout` is in `compat`, which nothing outside of it imports.
     if hasattr(specification, "placements_on"):
         placements: tuple[Placement, ...] = specification.placements_on(device_mesh)

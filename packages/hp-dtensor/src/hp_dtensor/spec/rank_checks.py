@@ -74,14 +74,7 @@ def is_checking() -> bool:
 
 
 def check_created(what: str, spec: TensorSpec) -> None:
-    """In `check_mode`, check that all ranks create a tensor of the same global shape, dtype and placements.
-
-    Args:
-        what: the operation that creates it, for the message.
-
-    Raises:
-        RankMismatchError: they do not. Names the ranks that differ.
-    """
+    """In `check_mode`, check that all ranks create, by `what`, a tensor of one global shape, dtype and placements."""
     if is_checking():
         check_alike(spec.mesh, what, [f"{list(spec.shape)} {spec.dtype} {_describe_alike(spec)}"])
 
@@ -177,11 +170,6 @@ def global_shape(
     Args:
         local: the shard of this rank, which is in the mesh.
         shape: the expected global shape; None: computed from the shards, which may be uneven.
-
-    Raises:
-        PlacementError: the placements do not fit.
-        ShardShapeError: shards do not fit. Names their ranks.
-        RankMismatchError: replicas or dtypes differ. Names the ranks.
     """
     placements = normalize_placements(mesh, placements, len(local.shape))
     shards = _shards(local, mesh)
@@ -253,14 +241,7 @@ def _check_replicas(placements: Sequence[Placement], shards: Mapping[Coordinate,
 
 
 def require_same(what: str, spec: TensorSpec, more: str = "") -> None:
-    """Check, outside `check_mode` too, that all ranks pass the same global shape, dtype and placements.
-
-    Args:
-        more: a text that must be equal on all ranks too, appended to the description.
-
-    Raises:
-        RankMismatchError: they differ. Raised on every rank of the mesh, with the ranks and what each has.
-    """
+    """Check, always, that ranks pass one global shape, dtype, placements and text `more`. Raises like `check_alike`."""
     dtype = spec.mesh.platform.dtype_name(spec.dtype)
     check_alike(spec.mesh, what, [f"{list(spec.shape)} {dtype} {_describe_alike(spec)}{more}"])
 

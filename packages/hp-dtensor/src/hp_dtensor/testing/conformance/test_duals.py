@@ -57,43 +57,6 @@ def check_reduce_and_vary(name: str | Platform) -> None:
             _check(group, "R", "V", same, same, lambda x, group=group: collectives.vary(x, [group]))
 
 
-def check_average(name: str | Platform) -> None:
-    """P(avg) -> R: the gradient is divided by the number of ranks."""
-    platform = get_platform(name)
-    for group in groups(platform):
-        by_rank = [small_integers("float32", (2, 3), rank) * group.size for rank in group.ranks]
-        x = tensor(platform, by_rank[group.rank], requires_grad=True)
-        y = collectives.all_reduce(x, group, "avg")
-        assert_values(platform, y, np.mean(by_rank, 0), f"in {group.ranks}")
-        w = small_integers("float32", (2, 3), 9) * group.size
-        platform.backward(y, tensor(platform, w))
-        # 1/3 and 1/5 are rounded once before they are multiplied.
-        np.testing.assert_allclose(read(platform, platform.get_grad(x)), w / group.size, rtol=3e-7)
-
-
-def check_selections(name: str | Platform) -> None:
-    """max, min and product over ranks have the gradients of the single-device reduction. Ties divide the gradient."""
-    platform = get_platform(name)
-    for group in groups(platform):
-        by_rank = np.stack([np.abs(small_integers("float32", (4, 3), rank)) + 1.0 for rank in group.ranks])
-        # All ranks tie in the first row.
-        by_rank[:, 0] = 2.0
-        expected = {
-            "max": _winners(by_rank, by_rank.max(0)),
-            "min": _winners(by_rank, by_rank.min(0)),
-            "product": by_rank.prod(0) / by_rank,
-        }
-        for op, gradient in expected.items():
-            x = tensor(platform, by_rank[group.rank], requires_grad=True)
-            y = collectives.all_reduce(x, group, op)
-            assert_values(platform, y, getattr(by_rank, {"product": "prod"}.get(op, op))(0), op)
-            platform.backward(y, tensor(platform, np.full((4, 3), 2.0)))
-            # Up to five ranks tie, and 1/3 and 1/5 are rounded.
-            np.testing.assert_allclose(
-                read(platform, platform.get_grad(x)), 2 * gradient[group.rank], rtol=3e-7, err_msg=op
-            )
-
-
 def check_rows(name: str | Platform) -> None:
     """Rows are sent to other ranks, and their gradients back."""
     platform = get_platform(name)
@@ -173,16 +136,9 @@ def _shards(full: Array, dim: int, lengths: Sequence[int]) -> list[Array]:
     return np.split(full, np.cumsum(lengths)[:-1], dim)
 
 
-def _winners(by_rank: Array, result: Array) -> Array:
-    hits: Array = (by_rank == result).astype(np.float64)
-    return hits / hits.sum(0)
-
-
 DUAL_CHECKS = (
     check_gather_and_scatter,
     check_reduce_and_vary,
-    check_average,
-    check_selections,
     check_rows,
     check_composition,
 )
