@@ -10,8 +10,8 @@ over rounds of the slowest rank, with contenders in turns.
     of formula   these bytes over the formula: each token sent once to each other rank that has experts for it and
                  returned once, with its choices and the sizes, computed from the choices alone
     limit        even all-to-alls of as many bytes, in both directions, in forward and backward
-    rows alone   the four all-to-alls of `all_to_all`'s rows, with the gather that puts rows in order of their ranks and
-                 the sum of a token's rows, which every dispatcher does too: no sizes, experts, scores or autograd
+    rows alone   the four exchanges of `all_to_all`'s rows, which gather a token's copies in the order of their ranks
+                 and sum its rows, as every dispatcher must: no sizes, experts, scores or autograd
     its slots    the part of `all_to_all` that finds the ranks of each token, in O(top_k * ranks) or O(top_k ** 2)
 
 With `--bytes-per-second` each rank waits after sending, to simulate a network link of this rate.
@@ -33,6 +33,7 @@ from hp_dtensor.launch.local_launch import RankPool
 from hp_dtensor.platform.selection import get_platform
 from hp_moe import Routing, TwoLevelDispatcher
 from hp_moe.dispatch import dispatchers
+from hp_moe.dispatch.row_exchange import RowExchange
 
 NAMES = ("all_to_all", "all_to_all_int8", "copy_per_expert", "all_gather")
 
@@ -98,14 +99,13 @@ def limit(platform, group, num_bytes):
 
 def rows_alone(contender):
     """Return a function that gathers, sends, returns and sums the contender's rows, in forward and backward."""
-    group, platform = contender.dispatcher.group, contender.platform
+    group, x = contender.dispatcher.group, contender.platform.detach(contender.x)
     route = contender.dispatcher.dispatch(contender.x, contender.routing).route
-    x = platform.detach(contender.x)
 
     def run():
         for _ in range(2):
-            rows = all_to_all_rows_data(route.permutation.permute(x), group, route.sent, route.received)
-            route.permutation.unpermute(all_to_all_rows_data(rows, group, route.received, route.sent))
+            there, back = RowExchange(group, route), RowExchange(group, route, is_return=True)
+            back.wait(back.start(there.wait(there.start(x))))
 
     return run
 

@@ -53,14 +53,14 @@ def slow_link(group: ProcessGroup, bytes_per_second: float) -> Iterator[list[Tra
     """
     original, timeline = group._all_to_all_into, list[Transfer]()
 
-    def slowed(output: Any, x: Any, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+    def slowed(output: Any, x: Any, output_rows: Rows, input_rows: Rows, async_op: bool, *indices: Any) -> Work:
         # Rows of this rank to itself do not use the link.
         num_bytes = (sum(input_rows) - input_rows[group.rank]) * row_bytes(group.platform, x)
         started = time.perf_counter()
         free = max(started, timeline[-1].arrived) if timeline else started
         timeline.append(Transfer(num_bytes, started, free + num_bytes / bytes_per_second))
         # The data itself is communicated now. Only the wait is delayed, so results are those of the fast link.
-        late = _Late(original(output, x, output_rows, input_rows, async_op), timeline[-1])
+        late = _Late(original(output, x, output_rows, input_rows, async_op, *indices), timeline[-1])
         if async_op:
             return late
         late.wait()

@@ -11,7 +11,7 @@ from array_platform import ArrayPlatform
 from hp_dtensor.comm import world as world_module
 from hp_dtensor.comm.process_group import record_collectives
 from hp_dtensor.comm.world import SilentWorld, current_world, fake_world, use_world
-from hp_dtensor.exceptions import CollectiveError
+from hp_dtensor.exceptions import CapabilityError, CollectiveError
 from hp_dtensor.testing import run_ranks
 
 
@@ -142,6 +142,10 @@ def test_collectives_of_one_rank_are_copies(platform):
             lambda g: g.all_to_all_into(np.zeros((2, 3)), np.zeros((2, 3)), [1, 1], [2]),
             "input has 2 rows, its splits are [2]; expected 2 splits",
         ),
+        (
+            lambda g: g.all_to_all_into(np.zeros((2, 3)), np.zeros((2, 3)), [1, 1], [1, 1], input_index=np.arange(3)),
+            "input has 3 rows, its splits are [1, 1]; expected 2 splits",
+        ),
         (lambda g: g.exchange([None], [None, None]), "expected 2 entries each, got 1 sends and 2 receives"),
         (lambda g: g.broadcast(np.zeros(1), source=2), "broadcast in group (0, 1): there is no group rank 2"),
     ],
@@ -155,6 +159,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(platform, use, mes
     for text, count in run_ranks(fn, 2, platform):
         assert message in text
         assert count == 0
+
+
+def test_an_index_of_rows_is_refused_by_groups_that_take_none(platform):
+    def fn():
+        group, x = current_world(platform).all, np.zeros((2, 3), np.float32)
+        assert not group.indexes_rows(x)
+        with pytest.raises(CapabilityError, match=r"it takes no index of the rows .*; gather the rows before"):
+            group.all_to_all_into(x.copy(), x, [1, 1], [1, 1], output_index=np.arange(2))
+
+    run_ranks(fn, 2, platform)
 
 
 def test_bytes_on_the_wire_are_what_this_rank_sends_to_others(platform):

@@ -482,10 +482,14 @@ def _large_round(group, rank, size, step):
     exchanged = torch.empty_like(sent)
     sends = [None if j == rank else base + 100 * rank + j for j in range(size)]
     receives = [None if j == rank else torch.empty(n) for j in range(size)]
+    backwards, pairs = torch.arange(len(sent) - 1, -1, -1), torch.arange(len(sent)) // 2
+    added = torch.ones(int(pairs[-1]) + 1, 2**13)
+    indices = {"input_index": backwards, "output_index": pairs}
     works = [
         group.all_gather_into(gathered, base + rank, async_op=True),
         group.reduce_scatter_into(reduced, torch.cat([base * (1 + rank) + j for j in range(size)]), async_op=True),
         group.all_to_all_into(exchanged, sent, rows, rows, async_op=True),
+        group.all_to_all_into(added, sent.flip(0), rows, rows, async_op=True, **indices),
         group.start_exchange(sends, receives),
     ]
     # The last one first: it finishes those before it.
@@ -496,6 +500,7 @@ def _large_round(group, rank, size, step):
     assert torch.equal(reduced, base * total + size * rank)
     assert exchanged[:, 0].tolist() == [10.0 * j + rank for j in range(size) for _ in range(rows[j])]
     assert torch.equal(exchanged, exchanged[:, :1].expand_as(exchanged))
+    assert torch.equal(added, torch.ones_like(added).index_add(0, pairs, exchanged))
     for j in range(size):
         assert j == rank or torch.equal(receives[j], base + 100 * j + rank)
 

@@ -24,6 +24,7 @@ from hp_moe import (
     ExpertParallelError,
     GroupedExperts,
     MoE,
+    Routing,
 )
 from hp_moe.dispatch.auto import best_num_chunks
 from hp_moe.dispatch.row_exchange import RowExchange
@@ -168,6 +169,42 @@ def test_all_chunks_are_under_way_before_the_first_is_worked_on(platform, monkey
         *["choices wait", "rows wait"] * 2,
     ]
     assert backward.index("shared") < backward.index("choices wait"), "while the gradients of rows return"
+
+
+def dispatched_and_combined(dim, num_tokens):
+    """Dispatch this rank's tokens, weight them by the sum of their scores and combine; values and gradients.
+
+    Three ranks own two experts each, and no token has experts of the last rank. All numbers are small integers.
+    """
+    platform = get_platform()
+    group = init_device_mesh(platform.device_types[0], (3,), platform=platform).group_along()
+    random = numpy.random.default_rng(group.rank)
+    shape = (num_tokens[group.rank], 2)
+    experts = random.integers(0, 4, shape)
+    x, weight = (random.integers(-2, 3, (shape[0], dim)).astype("f4") for _ in range(2))
+    scores = random.integers(1, 3, shape).astype("f4")
+    inputs = [platform.from_numpy(each) for each in (x, scores)]
+    for each in inputs:
+        platform.set_requires_grad(each, True)
+    counts = platform.from_numpy(numpy.bincount(experts.reshape(-1), minlength=6))
+    dispatcher = AllToAllDispatcher(group, 6)
+    sent = dispatcher.dispatch(inputs[0], Routing(platform.from_numpy(experts), counts, inputs[1]))
+    y = dispatcher.combine(platform.ops.mul(sent.rows, platform.ops.sum(sent.scores, 1, keepdim=True)), sent)
+    grads = platform.grad([y], inputs, [platform.from_numpy(weight)])
+    # Each token is sent to one or two ranks, each of which returns it once.
+    copies = 1 + (experts[:, :1] // 2 != experts[:, 1:] // 2)
+    total = scores.sum(1, keepdims=True)
+    expected = copies * total * x, copies * total * weight, copies * (x * weight).sum(1, keepdims=True) + 0 * scores
+    return [(platform.to_numpy(platform.detach(a)), b) for a, b in zip((y, *grads), expected, strict=True)]
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("dim", [4, 512], ids=["small", "through shared memory"])
+def test_tokens_are_sent_and_summed_over_real_ranks(platform, rank_pool, dim):
+    """Uneven ranks, one without tokens and one without rows, in small messages and in those of shared memory."""
+    for results in rank_pool(3).run(dispatched_and_combined, dim, (700, 0, 600)):
+        for found, expected in results:
+            numpy.testing.assert_array_equal(found, expected)
 
 
 def transfers(num_chunks):

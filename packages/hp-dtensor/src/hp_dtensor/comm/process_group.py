@@ -174,14 +174,44 @@ class ProcessGroup(ABC):
         output_rows: Sequence[int],
         input_rows: Sequence[int],
         async_op: bool = False,
+        input_index: Tensor | None = None,
+        output_index: Tensor | None = None,
     ) -> Work:
-        """Send `input_rows[j]` rows (dim 0) of `x` to rank j and receive `output_rows[j]` rows from it."""
-        self._check_rows("output", output, output_rows)
-        self._check_rows("input", x, input_rows)
+        """Send `input_rows[j]` rows (dim 0) of `x` to rank j and receive `output_rows[j]` rows from it.
+
+        Indices are for groups in which `indexes_rows` is true. They save a pass over memory on either side.
+
+        Args:
+            input_index: int64 `[sum(input_rows)]`, the row of `x` to send for each row sent. None: all rows in order.
+            output_index: int64 `[sum(output_rows)]`, the row of `output` that each received row is added to: first
+                those from this rank, then those of the other ranks in rank order. None: rows are stored in rank order.
+
+        Raises:
+            CollectiveError: the rows do not add up to those of a tensor or an index.
+            CapabilityError: the group takes no index.
+        """
+        self._check_rows("output", output if output_index is None else output_index, output_rows)
+        self._check_rows("input", x if input_index is None else input_index, input_rows)
+        indices: tuple[Tensor | None, ...] = (input_index, output_index)
+        if input_index is None and output_index is None:
+            indices = ()
+        elif not self.indexes_rows(x):
+            raise CapabilityError(
+                f"all_to_all in group {self.ranks} over {self.backend}: it takes no index of the rows of a tensor of "
+                f"{x.dtype}; gather the rows before, and sum them after it"
+            )
         self._record("all_to_all", row_bytes(self.platform, x) * (sum(input_rows) - input_rows[self.rank]))
         if self.size == 1:
             return self._copy(output, x)
-        return self._timed(self._all_to_all_into, output, x, tuple(output_rows), tuple(input_rows), async_op)
+        rows = tuple(output_rows), tuple(input_rows)
+        return self._timed(self._all_to_all_into, output, x, *rows, async_op, *indices)
+
+    def indexes_rows(self, x: Tensor) -> bool:
+        """Return True if `all_to_all_into` takes indices for tensors of the dtype and device of `x`.
+
+        A group of one rank never does. Ranks need not agree, since messages are the same with and without indices.
+        """
+        return False
 
     def exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         """Send `sends[j]` to rank j and fill `receives[j]` from rank j, point to point.

@@ -16,9 +16,9 @@ from hp_dtensor.comm.collectives import all_to_all_rows_data
 from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
-from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch, Route
+from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch
 from hp_moe.dispatch.permutation import TokenPermutation
-from hp_moe.dispatch.row_exchange import RoundedExchange, RowExchange, block_width, find_wire_format
+from hp_moe.dispatch.row_exchange import RoundedExchange, Route, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import FAULTY, Routing, count_keys, faults, local_numbers, refuse_faulty
@@ -99,10 +99,9 @@ class AllToAllDispatcher(ChunkedDispatcher):
         for chunk, chunk_choices, (route, sizes) in zip(tokens, choices, routes, strict=True):
             # Two messages, since rows may be in another dtype or in 8 bits. All ranks start the exchanges in this
             # order, by which the messages of a group are matched.
-            rows, others = self._exchange(route), RowExchange(self.group, route.sent, route.received)
-            rows_handle = rows.start(route.permutation.permute(chunk))
-            choices_handle = others.start(route.permutation.permute(chunk_choices))
-            pending.append(PendingDispatch(rows, others, rows_handle, choices_handle, route, sizes, routing))
+            rows, others = self._exchange(route), RowExchange(self.group, route)
+            handles = rows.start(chunk), others.start(chunk_choices)
+            pending.append(PendingDispatch(rows, others, *handles, route, sizes, routing))
         return pending
 
     def finish_dispatch(self, pending: PendingDispatch) -> Dispatched:
@@ -110,13 +109,11 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return self._dispatched(rows, choices, pending.route, pending.sizes, pending.routing)
 
     def start_combine(self, y: Tensor, dispatched: Dispatched) -> PendingCombine:
-        route = dispatched.route
-        # The reverse direction: rows return to the ranks that they came from.
-        exchange = RowExchange(self.group, route.received, route.sent)
-        return PendingCombine(exchange, exchange.start(y), route)
+        exchange = RowExchange(self.group, dispatched.route, is_return=True)
+        return PendingCombine(exchange, exchange.start(y))
 
     def finish_combine(self, pending: PendingCombine) -> Tensor:
-        return pending.route.permutation.unpermute(pending.exchange.wait(pending.handle))
+        return pending.exchange.wait(pending.handle)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         return self.finish_combine(self.start_combine(y, dispatched))
@@ -251,8 +248,8 @@ class AllToAllDispatcher(ChunkedDispatcher):
 
     def _exchange(self, route: Route) -> RowExchange:
         if self.wire_format is None:
-            return RowExchange(self.group, route.sent, route.received)
-        return RoundedExchange(self.group, route.sent, route.received, self.wire_format)
+            return RowExchange(self.group, route)
+        return RoundedExchange(self.group, route, self.wire_format)
 
     def _choices(self, routing: Routing) -> Tensor:
         """Return the expert numbers and scores of each token in one tensor, to be sent as one message.

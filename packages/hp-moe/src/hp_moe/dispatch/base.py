@@ -11,26 +11,11 @@ import numpy
 from hp_dtensor.parallel.recompute import saved_value
 from hp_dtensor.platform.interface import Platform
 from hp_moe.dispatch.permutation import TokenPermutation
-from hp_moe.dispatch.row_exchange import RowExchange
+from hp_moe.dispatch.row_exchange import Route, RowExchange
 from hp_moe.grouped_gemm import GroupSizes
 from hp_moe.routing import Routing
 
 Tensor = Any
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The rows exchanged between ranks in one call; each row is one token sent to one rank.
-
-    Attributes:
-        permutation: from this rank's tokens to the rows that it sends, ordered by destination rank.
-        sent: number of rows sent to each rank, in rank order.
-        received: number of rows received from each rank, in rank order.
-    """
-
-    permutation: TokenPermutation
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +80,6 @@ class PendingCombine:
 
     exchange: RowExchange
     handle: Tensor
-    route: Route
 
 
 class TokenDispatcher(ABC):

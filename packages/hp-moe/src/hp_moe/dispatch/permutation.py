@@ -75,11 +75,11 @@ class TokenPermutation:
 
     def permute(self, x: Tensor) -> Tensor:
         """Copy rows into key order: `[rows, dim]` -> `[copies, dim]`; backward is `unpermute`."""
-        return self.platform.linear_map(x, self._permute, self._unpermute)
+        return self.platform.linear_map(x, self.copies, self.sums)
 
     def unpermute(self, y: Tensor) -> Tensor:
         """Sum the copies of each row: `[copies, dim]` -> `[rows, dim]`; backward is `permute`."""
-        return self.platform.linear_map(y, self._unpermute, self._permute)
+        return self.platform.linear_map(y, self.sums, self.copies)
 
     def permute_scores(self, scores: Tensor) -> Tensor:
         """Gather the score of each copy: `[rows, slots]` -> `[copies, 1]`; differentiable."""
@@ -92,10 +92,12 @@ class TokenPermutation:
 
         return self.platform.linear_map(scores, forward, lambda g: ops.reshape(self._at_slots(g), shape))
 
-    def _permute(self, x: Tensor) -> Tensor:
+    def copies(self, x: Tensor) -> Tensor:
+        """`permute` without autograd."""
         return self._select(x, self.rows, self.num_copies)
 
-    def _unpermute(self, y: Tensor) -> Tensor:
+    def sums(self, y: Tensor) -> Tensor:
+        """`unpermute` without autograd."""
         if self.num_slots == 1:
             return self._at_slots(y)
         embedding_bag = self._embedding_bag(y)

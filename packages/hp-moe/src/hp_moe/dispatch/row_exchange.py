@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hp_dtensor.comm.collectives import saving_result
-from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup, Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
+from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.plugins import plugin_manager
 
@@ -71,87 +73,123 @@ def block_width(dim: int) -> int:
     return BLOCK if dim % BLOCK == 0 else dim
 
 
-class RowExchange:
-    """One variable all-to-all as two autograd nodes, `start` and `wait`.
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The rows exchanged between ranks in one call; each row is one token sent to one rank.
 
-    In backward, `wait` starts the reverse exchange and `start` waits for it. Autograd runs the most recently created
-    nodes first, so operations recorded between the two in forward also overlap with the exchange in backward.
-
-    Args:
-        sent: number of rows sent to each rank in forward.
-        received: number of rows received from each rank in forward.
+    Attributes:
+        permutation: from this rank's tokens to the rows that it sends, ordered by destination rank.
+        sent: number of rows sent to each rank, in rank order.
+        received: number of rows received from each rank, in rank order.
     """
 
-    def __init__(self, group: ProcessGroup, sent: tuple[int, ...], received: tuple[int, ...]) -> None:
+    permutation: TokenPermutation
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+class RowExchange:
+    """The linear map from tokens to the rows of each rank's experts, or its transpose, as two autograd nodes.
+
+    The map sends copies of tokens to other ranks. Its transpose sends one result for each copy back, and sums them for
+    each token. Backward of either is the other: `wait` starts it, and `start` waits for it. Autograd runs the most
+    recently created nodes first, so operations recorded between the two in forward also overlap with the exchange in
+    backward.
+
+    Args:
+        is_return: whether forward is the transpose, which returns results.
+    """
+
+    def __init__(self, group: ProcessGroup, route: Route, is_return: bool = False) -> None:
         assert group.platform is not None
         self.group = group
         self.platform = group.platform
-        self.sent = sent
-        self.received = received
+        self.route = route
+        self.is_return = is_return
         # Functions that wait for pending exchanges, oldest first.
         self._pending: deque[Callable[[], Tensor]] = deque()
 
-    def start(self, rows: Tensor) -> Tensor:
-        """Start to send `[rows sent, width]`; returns a handle for `wait`."""
-        return self.platform.linear_map(rows, saving_result(self._start_forward), self._end)
+    def start(self, x: Tensor) -> Tensor:
+        """Start to send `[tokens, width]` (`[rows received, width]` in a return); returns a handle for `wait`."""
+        return self.platform.linear_map(x, saving_result(self._start_forward), self._end)
 
     def wait(self, handle: Tensor) -> Tensor:
-        """Wait for the exchange, and return the received rows `[rows received, width]`."""
+        """Wait for the exchange; returns `[rows received, width]` (`[tokens, width]` in a return)."""
         return self.platform.linear_map(handle, saving_result(self._end), self._start_backward)
 
-    def _start_forward(self, rows: Tensor) -> Tensor:
-        self._pending.append(self._start(rows, self.sent, self.received))
-        return self._handle(rows)
+    def _start_forward(self, x: Tensor) -> Tensor:
+        return self._pend(self._start(x, self.is_return), x)
 
     def _start_backward(self, grad: Tensor) -> Tensor:
-        self._pending.append(self._start(grad, self.received, self.sent))
-        return self._handle(grad)
+        return self._pend(self._start(grad, not self.is_return), grad)
+
+    def _pend(self, wait: Callable[[], Tensor], x: Tensor) -> Tensor:
+        self._pending.append(wait)
+        # A gradient must have the shape of its value, but the number of rows differs between directions. So the graph
+        # carries a dummy tensor, and the rows themselves go through `_pending`.
+        return self.platform.zeros((1,), x.dtype)
 
     def _end(self, handle: Tensor) -> Tensor:
         # Exchanges are waited for in the order in which they were started, in forward and in backward.
         return self._pending.popleft()()
 
-    def _handle(self, rows: Tensor) -> Tensor:
-        # A gradient must have the shape of its value, but the number of rows differs between directions. So the graph
-        # carries a dummy tensor, and the rows themselves go through `_pending`.
-        return self.platform.zeros((1,), rows.dtype)
+    def _start(self, x: Tensor, is_return: bool) -> Callable[[], Tensor]:
+        """Start to send tokens, or to return results; returns a function that waits for the received ones."""
+        return (self._return if is_return else self._send)(self.platform.contiguous(x))
 
-    def _start(self, rows: Tensor, sent: tuple[int, ...], received: tuple[int, ...]) -> Callable[[], Tensor]:
-        rows = self.platform.contiguous(rows)
-        arriving = self.platform.empty((sum(received), *rows.shape[1:]), rows.dtype)
-        work = self.group.all_to_all_into(arriving, rows, received, sent, async_op=True)
+    def _send(self, x: Tensor) -> Callable[[], Tensor]:
+        route, index = self.route, None
+        if self.group.indexes_rows(x):
+            index = route.permutation.rows
+        else:
+            x = route.permutation.copies(x)
+        rows = self.platform.empty((sum(route.received), *x.shape[1:]), x.dtype)
+        work = self.group.all_to_all_into(rows, x, route.received, route.sent, async_op=True, input_index=index)
+        return _waiting(work, x, lambda: rows)
 
-        # The default argument keeps the send buffer alive until the exchange is complete.
-        def wait(sending: Tensor = rows) -> Tensor:
-            work.wait()
-            return arriving
+    def _return(self, y: Tensor) -> Callable[[], Tensor]:
+        route, index = self.route, None
+        if self.group.indexes_rows(y):
+            index = route.permutation.rows
+            results = self.platform.zeros((route.permutation.num_rows, *y.shape[1:]), y.dtype)
+        else:
+            results = self.platform.empty((sum(route.sent), *y.shape[1:]), y.dtype)
+        work = self.group.all_to_all_into(results, y, route.sent, route.received, async_op=True, output_index=index)
+        return _waiting(work, y, lambda: results if index is not None else route.permutation.sums(results))
 
-        return wait
+
+def _waiting(work: Work, sending: Tensor, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a function that waits for an exchange and returns its result."""
+
+    # The default argument keeps the sent tensor alive until the exchange is complete.
+    def wait(sending: Tensor = sending) -> Tensor:
+        work.wait()
+        return result()
+
+    return wait
 
 
 class RoundedExchange(RowExchange):
-    """`RowExchange` that sends rows in 8 bits with a scale per block. Gradients are sent back unrounded."""
+    """`RowExchange` that sends tokens in 8 bits with a scale per block. Gradients are sent back unrounded."""
 
-    def __init__(
-        self, group: ProcessGroup, sent: tuple[int, ...], received: tuple[int, ...], wire_format: WireFormat
-    ) -> None:
-        super().__init__(group, sent, received)
+    def __init__(self, group: ProcessGroup, route: Route, wire_format: WireFormat) -> None:
+        super().__init__(group, route)
         self.wire_format = wire_format
 
-    def _start_forward(self, rows: Tensor) -> Tensor:
-        platform, ops, dim = self.platform, self.platform.ops, int(rows.shape[1])
+    def _start_forward(self, x: Tensor) -> Tensor:
+        platform, ops, dim = self.platform, self.platform.ops, int(x.shape[1])
         width = block_width(dim)
-        # One scale per block: a large element costs precision only within its own block.
-        blocks = ops.reshape(ops.cast(rows, platform.dtype("float32")), (-1, dim // width, width))
+        # One scale per block: a large element costs precision only within its own block. Tokens are encoded before they
+        # are copied for each rank.
+        blocks = ops.reshape(ops.cast(x, platform.dtype("float32")), (-1, dim // width, width))
         codes, scales = self.wire_format.encode(blocks)
         # Two messages, since codes are int8 and scales float32.
-        wait_for_codes = self._start(ops.reshape(codes, (-1, dim)), self.sent, self.received)
-        wait_for_scales = self._start(ops.reshape(scales, (-1, dim // width)), self.sent, self.received)
+        wait_for_codes = self._start(ops.reshape(codes, (-1, dim)), False)
+        wait_for_scales = self._start(ops.reshape(scales, (-1, dim // width)), False)
 
         def wait() -> Tensor:
             blocks = ops.reshape(wait_for_codes(), (-1, dim // width, width))
             decoded = self.wire_format.decode(blocks, ops.reshape(wait_for_scales(), (-1, dim // width, 1)))
-            return ops.cast(ops.reshape(decoded, (-1, dim)), rows.dtype)
+            return ops.cast(ops.reshape(decoded, (-1, dim)), x.dtype)
 
-        self._pending.append(wait)
-        return self._handle(rows)
+        return self._pend(wait, x)

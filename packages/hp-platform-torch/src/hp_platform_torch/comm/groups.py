@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work, no_average_of
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, PlatformError
-from hp_platform_torch.comm.shared_memory import SMALLEST_BYTES, SharedMemory
+from hp_platform_torch.comm.shared_memory import SMALLEST_BYTES, GatheredRows, SharedMemory
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 
 Tensor = torch.Tensor
+Message = Tensor | GatheredRows
+M = TypeVar("M", Tensor, Message)
+Read = Callable[[Tensor], object]
 
 POLL_SECONDS = 0.0001
 
@@ -105,10 +108,15 @@ class Arrival:
 
     The sender chooses. One receive, started at once, takes both: a sender without room in memory would otherwise wait
     until this rank waits.
+
+    Args:
+        read: function that is called with the message instead of copying it into `x`; see `SharedMemory.finish`.
     """
 
-    def __init__(self, gloo: Any, x: Tensor, source: int, memory: SharedMemory, peer: int) -> None:
-        self._x, self._memory, self._peer = x, memory, peer
+    def __init__(
+        self, gloo: Any, x: Tensor, source: int, memory: SharedMemory, peer: int, read: Read | None = None
+    ) -> None:
+        self._x, self._memory, self._peer, self._read = x, memory, peer, read
         self._mark = memory.mark(x)
         self._work: Work = gloo.recv([x], source, _LARGE_TAG)
 
@@ -116,7 +124,7 @@ class Arrival:
         # Gloo allows no second wait, as after an error below.
         work, self._work = self._work, DONE
         work.wait()
-        self._memory.finish(self._x, self._mark, self._peer)
+        self._memory.finish(self._x, self._mark, self._peer, self._read)
 
 
 class PendingFacts:
@@ -269,33 +277,46 @@ class TorchGroup(ProcessGroup):
         return exchange
 
     def _start_messages(
-        self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]
+        self,
+        leaving: Sequence[tuple[int, Message]],
+        arriving: Sequence[tuple[int, Tensor]],
+        read: Callable[[int, Tensor], object] | None = None,
     ) -> Exchange:
         """Send and receive tensors in host memory, each to or from a rank of the group.
 
         Modes see no messages: torch's `CommDebugMode` does not count them.
+
+        Args:
+            read: function of a rank and its message, called in the order of `arriving`, whose tensors are then memory
+                for messages that cannot be read in place. None: messages are stored in these tensors.
         """
         gloo, memory = self.connection("cpu"), self._memory
         works: list[Work] = []
         for j, x in arriving:
-            is_large = self._may_have_place(x, j)
-            works.append(Arrival(gloo, x, j, memory, self.ranks[j]) if is_large else gloo.recv([x], j, _COLLECTIVE_TAG))
-        notes: list[Tensor] = []
+            read_j = None if read is None else functools.partial(read, j)
+            if memory is not None and self._may_have_place(x, j):
+                works.append(Arrival(gloo, x, j, memory, self.ranks[j], read_j))
+            else:
+                work = gloo.recv([x], j, _COLLECTIVE_TAG)
+                works.append(work if read_j is None else Then(work, functools.partial(read_j, x)))
+        sent: list[Message] = []
         for x, targets in _by_tensor(leaving):
             large = [j for j in targets if self._may_have_place(x, j)]
             # One copy for all of them, in an all-gather.
-            places = memory.put(x, [self.ranks[j] for j in large]) if memory and large else None
-            sent = [x] * len(large) if places is None else [_as_tensor(memory.note(x, place)) for place in places]
-            notes += sent
-            works += [gloo.send([message], j, _LARGE_TAG) for j, message in zip(large, sent, strict=True)]
-            works += [gloo.send([x], j, _COLLECTIVE_TAG) for j in targets if j not in large]
+            placed = memory.put(x, [self.ranks[j] for j in large]) if memory is not None and large else None
+            places = {} if placed is None else dict(zip(large, placed, strict=True))
+            message = x.gathered() if isinstance(x, GatheredRows) and len(places) < len(targets) else x
+            for j in targets:
+                sent.append(_as_tensor(memory.note(x, places[j])) if memory is not None and j in places else message)
+                works.append(gloo.send([sent[-1]], j, _LARGE_TAG if j in large else _COLLECTIVE_TAG))
         # Gloo's works hold no references to their tensors.
-        return Exchange(works, self._exchanges, (leaving, arriving, notes))
+        return Exchange(works, self._exchanges, (arriving, sent))
 
-    def _may_have_place(self, x: Tensor, j: int) -> bool:
+    def _may_have_place(self, x: Message, j: int) -> bool:
         """Return True if a message to or from a rank of the group may be sent through shared memory."""
         # Gloo refuses a tensor that is not contiguous.
-        memory, is_large = self._memory, x.nbytes >= SMALLEST_BYTES and x.is_contiguous()
+        is_contiguous = isinstance(x, GatheredRows) or x.is_contiguous()
+        memory, is_large = self._memory, x.nbytes >= SMALLEST_BYTES and is_contiguous
         return memory is not None and is_large and memory.reaches(self.ranks[j])
 
     def _reduce_scatter_into(self, output: Tensor, x: Tensor, op: str, async_op: bool) -> Work:
@@ -345,31 +366,66 @@ class TorchGroup(ProcessGroup):
 
         return Then(exchange, reduce)
 
-    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+    def indexes_rows(self, x: Tensor) -> bool:
+        # Sums of 16-bit numbers are rounded once, which adding one message after the other does not.
+        return self.size > 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+
+    def _all_to_all_into(
+        self,
+        output: Tensor,
+        x: Tensor,
+        output_rows: Rows,
+        input_rows: Rows,
+        async_op: bool,
+        input_index: Tensor | None = None,
+        output_index: Tensor | None = None,
+    ) -> Work:
         if not CAPABILITIES[x.device.type].native_shards:
             if is_watched():
                 nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
                 _alone().alltoall_base(nothing, nothing, [], []).wait()
-            return settle(self._exchange_rows(output, x, output_rows, input_rows), async_op)
+            # Detached: messages and copies are a collective, which autograd does not see.
+            leaving = _split_rows(x.detach(), input_rows, input_index)
+            if output_index is None:
+                return settle(self._exchange_rows(output.detach(), output_rows, leaving), async_op)
+            return settle(self._exchange_and_add(output.detach(), output_rows, leaving, output_index), async_op)
         options = _options(distributed_c10d.AllToAllOptions, async_op)
         work = self._channel(x.device.type).alltoall_base(
             movable(output), movable(x), list(output_rows), list(input_rows), options
         )
         return settle(work, async_op)
 
-    def _exchange_rows(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows) -> Work:
-        """Send each rank its rows of `x`, and receive the rows of `output` from it."""
-        # Detached: the messages and the copy are a collective, which autograd does not see.
-        leaving = movable(x.detach()).split(list(input_rows))
-        arriving = movable(output.detach()).split(list(output_rows))
-        exchange = self._start_messages(
-            [(j, rows) for j, rows in enumerate(leaving) if j != self.rank and rows.numel()],
-            [(j, rows) for j, rows in enumerate(arriving) if j != self.rank and rows.numel()],
-        )
+    def _exchange_rows(self, output: Tensor, output_rows: Rows, leaving: Sequence[Message]) -> Work:
+        """Send each rank its rows, and receive the rows of `output` from it."""
+        arriving = movable(output).split(list(output_rows))
+        exchange = self._start_messages(self._to_others(leaving), self._to_others(arriving))
         # During the messages. No rows viewed as bytes have lost their width.
-        if leaving[self.rank].numel():
-            arriving[self.rank].copy_(leaving[self.rank])
+        own = leaving[self.rank]
+        if isinstance(own, GatheredRows):
+            own.gathered(out=arriving[self.rank])
+        elif own.numel():
+            arriving[self.rank].copy_(own)
         return exchange
+
+    def _exchange_and_add(
+        self, output: Tensor, output_rows: Rows, leaving: Sequence[Message], output_index: Tensor
+    ) -> Work:
+        """Send each rank its rows, and add the rows received from it to rows of `output`."""
+        indices = output_index.split(list(output_rows))
+        space = output.new_empty((sum(output_rows), *output.shape[1:])).split(list(output_rows))
+
+        def add(j: int, rows: Tensor) -> None:
+            output.index_add_(0, indices[j], rows)
+
+        exchange = self._start_messages(self._to_others(leaving), self._to_others(space), add)
+        # During the messages.
+        own = leaving[self.rank]
+        add(self.rank, own.gathered() if isinstance(own, GatheredRows) else own)
+        return exchange
+
+    def _to_others(self, messages: Sequence[M]) -> list[tuple[int, M]]:
+        """Return the messages that are not empty with their ranks, without that of this rank."""
+        return [(j, each) for j, each in enumerate(messages) if j != self.rank and each.nbytes]
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         self._start_exchange(sends, receives).wait()
@@ -387,9 +443,7 @@ class TorchGroup(ProcessGroup):
             options = _options(distributed_c10d.AllToAllOptions, True)
             return settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), True)
         # Gloo's own all-to-all takes one tensor only.
-        return self._start_messages(
-            [(j, x) for j, x in enumerate(leaving) if x.numel()], [(j, x) for j, x in enumerate(arriving) if x.numel()]
-        )
+        return self._start_messages(self._to_others(leaving), self._to_others(arriving))
 
     def _for_others(self, j: int, x: Tensor | None, nothing: Tensor) -> Tensor:
         return movable(nothing if x is None or j == self.rank else x)
@@ -439,12 +493,19 @@ class TorchGroup(ProcessGroup):
         )
 
 
-def _by_tensor(messages: Sequence[tuple[int, Tensor]]) -> list[tuple[Tensor, list[int]]]:
+def _by_tensor(messages: Sequence[tuple[int, Message]]) -> list[tuple[Message, list[int]]]:
     """Return the tensors of messages with the ranks that each one is sent to."""
-    found: dict[int, tuple[Tensor, list[int]]] = {}
+    found: dict[int, tuple[Message, list[int]]] = {}
     for j, x in messages:
         found.setdefault(id(x), (x, []))[1].append(j)
     return list(found.values())
+
+
+def _split_rows(x: Tensor, rows: Rows, index: Tensor | None) -> Sequence[Message]:
+    """Split the rows of `x`, or those that an index selects, into one message for each rank."""
+    if index is None:
+        return movable(x).split(list(rows))
+    return [GatheredRows(x, each) for each in index.split(list(rows))]
 
 
 def _as_tensor(data: bytes) -> Tensor:
@@ -506,6 +567,9 @@ class StagedGroup(TorchGroup):
         super().__init__(*arguments, **named)
         self.backend = "gloo"
 
+    def indexes_rows(self, x: Tensor) -> bool:
+        return False
+
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
         host = _to_host(x)
         super()._all_reduce(host, op, False)
@@ -521,7 +585,9 @@ class StagedGroup(TorchGroup):
         super()._reduce_scatter_into(into, _to_host(x), op, False)
         return _back(output, into)
 
-    def _all_to_all_into(self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool) -> Work:
+    def _all_to_all_into(
+        self, output: Tensor, x: Tensor, output_rows: Rows, input_rows: Rows, async_op: bool, *indices: Tensor | None
+    ) -> Work:
         into = _like_on_host(output)
         super()._all_to_all_into(into, _to_host(x), output_rows, input_rows, False)
         return _back(output, into)

@@ -2,7 +2,9 @@
 
 Gloo sends through sockets: the kernel copies every byte in and out, and a thread of gloo takes processor time from the
 computation. Here the sender copies a message into its *outbox*, memory that the other processes of the host have
-mapped, and sends only its place over gloo. The receiver copies it out when it waits for the message.
+mapped, and sends only its place over gloo. The receiver copies it out when it waits for the message. Rows of a tensor
+are gathered straight into the outbox (`GatheredRows`), and a receiver that only adds a message to something reads it
+in place.
 
 - Gloo does not report how many bytes it has received. So the receiver writes a random mark to the end of its tensor
   before: where the mark is still there, a note with the place has arrived and not the message.
@@ -21,6 +23,7 @@ import bisect
 import contextlib
 import ctypes
 import json
+import math
 import mmap
 import os
 import platform as machine
@@ -28,16 +31,18 @@ import secrets
 import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from hp_dtensor.exceptions import CollectiveError
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
 
-    Tensor = torch.Tensor
+Tensor = torch.Tensor
 
 OUTBOX_BYTES = 2**26
 """Bytes of a rank's messages that receivers have not copied out. Pages that no message has used take no memory."""
@@ -60,6 +65,23 @@ class Place(NamedTuple):
 
     slot: int
     offset: int
+
+
+class GatheredRows:
+    """A message of the rows `index` of a contiguous tensor, gathered when it is sent."""
+
+    def __init__(self, x: Tensor, index: Tensor) -> None:
+        self._x, self._index = x, index
+        self.shape = (len(index), *x.shape[1:])
+        self.nbytes = math.prod(self.shape) * x.element_size()
+
+    def gathered(self, out: Tensor | None = None) -> Tensor:
+        """Return the rows, as a new tensor or in `out`."""
+        return torch.index_select(self._x, 0, self._index, out=out)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._x.dtype
 
 
 class SharedMemory:
@@ -88,17 +110,22 @@ class SharedMemory:
                     self._peers[peer].bytes[_NONCE_BYTES + self._rank] = 1
         return self._on_host[peer]
 
-    def put(self, x: Tensor, peers: list[int]) -> list[Place] | None:
-        """Copy a contiguous tensor into the outbox for each of `peers`.
+    def put(self, x: Tensor | GatheredRows, peers: list[int]) -> list[Place] | None:
+        """Copy a contiguous tensor, or gather rows, into the outbox for each of `peers`.
 
         Returns:
             The place for each of them. None: it does not fit now, or one of them has not mapped the outbox.
         """
         if not all(self._outbox.is_mapped_by(peer) for peer in peers):
             return None
-        return self._outbox.put(x.data_ptr(), x.numel() * x.element_size(), len(peers))
+        places = self._outbox.reserve(x.nbytes, len(peers))
+        if places is not None and isinstance(x, GatheredRows):
+            x.gathered(out=self._outbox.mapping.view(places[0].offset, x.shape, x.dtype))
+        elif places is not None:
+            ctypes.memmove(self._outbox.mapping.address + places[0].offset, x.data_ptr(), x.nbytes)
+        return places
 
-    def note(self, x: Tensor, place: Place) -> bytes:
+    def note(self, x: Tensor | GatheredRows, place: Place) -> bytes:
         """Return the note that is sent instead of a tensor which has a place in the outbox."""
         return _NOTE.pack(self._outbox.nonce, x.nbytes, *place)
 
@@ -108,13 +135,19 @@ class SharedMemory:
         ctypes.memmove(x.data_ptr() + x.nbytes - len(mark), mark, len(mark))
         return mark
 
-    def finish(self, x: Tensor, mark: bytes, peer: int) -> None:
+    def finish(self, x: Tensor, mark: bytes, peer: int, read: Callable[[Tensor], object] | None = None) -> None:
         """Finish a receive from `peer` into a marked tensor: if it received a note, copy the message from its place.
+
+        Args:
+            read: function that is called with the message, which it must not keep. `x` is then only memory for a
+                message over gloo: one in the outbox is read there.
 
         Raises:
             CollectiveError: the message has fewer bytes than the tensor.
         """
         if ctypes.string_at(x.data_ptr() + x.nbytes - len(mark), len(mark)) != mark:
+            if read is not None:
+                read(x)
             return
         nonce, num_bytes, *place = _NOTE.unpack(ctypes.string_at(x.data_ptr(), _NOTE.size))
         outbox = self._peers.get(peer)
@@ -124,12 +157,15 @@ class SharedMemory:
                 f"rank {peer} sent {num_bytes if is_note else 'fewer'} bytes, expected {x.nbytes}: the ranks are in "
                 "different collectives, or in one with different sizes"
             )
-        self.take(x, Place(*place), peer)
+        self.take(x, Place(*place), peer, read)
 
-    def take(self, x: Tensor, place: Place, peer: int) -> None:
-        """Copy a message from the outbox of `peer` into a contiguous tensor, and release its place."""
+    def take(self, x: Tensor, place: Place, peer: int, read: Callable[[Tensor], object] | None = None) -> None:
+        """Copy a message from the outbox of `peer` into a contiguous tensor, or `read` it there; release its place."""
         outbox = self._peers[peer]
-        ctypes.memmove(x.data_ptr(), outbox.address + place.offset, x.numel() * x.element_size())
+        if read is None:
+            ctypes.memmove(x.data_ptr(), outbox.address + place.offset, x.nbytes)
+        else:
+            read(outbox.view(place.offset, tuple(x.shape), x.dtype))
         outbox.bytes[place.slot] = 0
 
 
@@ -139,6 +175,10 @@ class _Mapping:
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self.bytes = mmap.mmap(descriptor, num_bytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+
+    def view(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in this memory."""
+        return torch.frombuffer(self.bytes, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
 
     @classmethod
     def of_process(cls, process: int, descriptor: int, num_bytes: int, nonce: str) -> _Mapping:
@@ -180,19 +220,19 @@ class _Outbox:
         descriptor = os.memfd_create(_FILE_NAME, os.MFD_CLOEXEC)
         self._file = os.fdopen(descriptor, "rb")  # closes it with this object
         os.ftruncate(descriptor, self._end)
-        self._mapping = _Mapping(descriptor, self._end)
-        self._mapping.bytes[:_NONCE_BYTES] = self.nonce
+        self.mapping = _Mapping(descriptor, self._end)
+        self.mapping.bytes[:_NONCE_BYTES] = self.nonce
         self.identity = [os.getpid(), descriptor, self._end, self.nonce.hex()]
         self._free_slots = [*range(first_slot, first_slot + _NUM_SLOTS)]
         self._blocks: list[_Block] = []  # in the order of their starts
         self._lock = threading.Lock()
 
     def is_mapped_by(self, peer: int) -> bool:
-        return self._mapping.bytes[_NONCE_BYTES + peer] == 1
+        return self.mapping.bytes[_NONCE_BYTES + peer] == 1
 
-    def put(self, address: int, num_bytes: int, num_receivers: int) -> list[Place] | None:
-        """Copy bytes to a free place, and return one `Place` per receiver. None: they do not fit."""
-        flags = self._mapping.bytes
+    def reserve(self, num_bytes: int, num_receivers: int) -> list[Place] | None:
+        """Return a free place for a message, one `Place` per receiver. None: it does not fit."""
+        flags = self.mapping.bytes
         with self._lock:
             self._drop_received()
             start = self._find_gap(num_bytes)
@@ -205,7 +245,6 @@ class _Outbox:
             block = _Block(start, _aligned(start + num_bytes), slots)
             bisect.insort(self._blocks, block)
             self._next = block.end
-        ctypes.memmove(self._mapping.address + start, address, num_bytes)
         return [Place(slot, start) for slot in slots]
 
     def _find_gap(self, num_bytes: int) -> int | None:
@@ -221,7 +260,7 @@ class _Outbox:
         return None
 
     def _drop_received(self) -> None:
-        flags, pending = self._mapping.bytes, []
+        flags, pending = self.mapping.bytes, []
         for block in self._blocks:
             if any(flags[slot] for slot in block.slots):
                 pending.append(block)

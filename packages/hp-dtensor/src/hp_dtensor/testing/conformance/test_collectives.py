@@ -63,8 +63,19 @@ def check_all_to_all(name: str | Platform, dtype: str) -> None:
             expected = np.concatenate([_message(dtype, rows, i, group.rank) for i in range(group.size)])
             output = platform.empty(expected.shape, platform.dtype(dtype))
             arriving, leaving = rows[:, group.rank].tolist(), rows[group.rank].tolist()
-            group.all_to_all_into(output, tensor(platform, x, dtype), arriving, leaving, async_op).wait()
+            sent = tensor(platform, x, dtype)
+            group.all_to_all_into(output, sent, arriving, leaving, async_op).wait()
             assert_values(platform, output, expected, f"rows {rows.tolist()} in {group.ranks}")
+            if group.indexes_rows(sent):
+                # The rows are sent from back to front, and received ones are added in pairs to ones.
+                pairs, backwards = np.arange(len(expected)) // 2, np.arange(len(x))[::-1].copy()
+                added = np.ones((len(expected), *x.shape[1:]), x.dtype)
+                output = tensor(platform, added, dtype)
+                np.add.at(added, pairs, expected)
+                indices = {"input_index": platform.from_numpy(backwards), "output_index": platform.from_numpy(pairs)}
+                sent = tensor(platform, x[::-1].copy(), dtype)
+                group.all_to_all_into(output, sent, arriving, leaving, async_op, **indices).wait()
+                assert_values(platform, output, added, f"rows {rows.tolist()} in {group.ranks}, indexed")
 
 
 def check_messages(name: str | Platform, dtype: str) -> None:
