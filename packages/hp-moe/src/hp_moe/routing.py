@@ -191,23 +191,23 @@ def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) ->
     ops, int64 = platform.ops, platform.dtype("int64")
     # All comparisons stay on the device: the result is read together with the exchanged sizes.
     experts = ops.reshape(routing.experts, (-1,))
-    # `num_experts` itself is no fault here: it marks dropped choices, if there may be any.
-    outside = ops.logical_or(ops.lt(experts, 0), ops.gt(experts, num_experts))
-    # Dropped choices (`num_experts`) are in no count, so counts and dropped choices add up to all choices.
-    nowhere = ops.sum(ops.cast(ops.ge(experts, num_experts), int64))
-    wrong = ops.cast(ops.ne(ops.add(ops.sum(routing.counts), nowhere), int(experts.shape[0])), int64)
-    count = ops.add(ops.sum(ops.cast(outside, int64)), wrong)
-    if not routing.has_dropped:
-        count = ops.add(count, nowhere)
-    code = ops.mul(ops.cast(ops.gt(count, 0), int64), fault_code(rank, _BAD_EXPERTS))
+    counted, num_choices = ops.sum(routing.counts), int(experts.shape[0])
+    if routing.has_dropped:
+        # Dropped choices (`num_experts`) are in no count, so counts and dropped choices add up to all choices.
+        counted = ops.add(counted, ops.sum(ops.cast(ops.ge(experts, num_experts), int64)))
+    wrong = ops.ne(counted, num_choices)
+    if num_choices:
+        largest = num_experts if routing.has_dropped else num_experts - 1
+        outside = ops.logical_or(ops.lt(ops.amin(experts, 0), 0), ops.gt(ops.amax(experts, 0), largest))
+        wrong = ops.logical_or(wrong, outside)
+    code = ops.mul(ops.cast(wrong, int64), fault_code(rank, _BAD_EXPERTS) * FAULTY)
     if routing.scores is not None and not routing.allow_nonfinite:
-        # NaN compares as false.
-        finite = ops.lt(ops.abs(platform.detach(routing.scores)), float("inf"))
-        bad = ops.gt(ops.sum(ops.cast(ops.logical_not(finite), int64)), 0)
-        scores = ops.mul(ops.cast(bad, int64), fault_code(rank, _BAD_SCORES))
+        # Zero times a number that is not finite is NaN, the only value that differs from itself.
+        zero = ops.sum(ops.mul(platform.detach(routing.scores), 0.0))
+        scores = ops.mul(ops.cast(ops.ne(zero, zero), int64), fault_code(rank, _BAD_SCORES) * FAULTY)
         # One code per rank; wrong experts are reported before scores that are not finite.
-        code = ops.where(ops.gt(code, 0), code, scores)
-    return ops.reshape(ops.mul(code, FAULTY), (1,))
+        code = ops.where(wrong, code, scores)
+    return ops.reshape(code, (1,))
 
 
 def fault_code(rank: int, kind: int = _BAD_INPUTS) -> int:

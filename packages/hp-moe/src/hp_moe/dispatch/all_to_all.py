@@ -17,7 +17,7 @@ from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch
-from hp_moe.dispatch.permutation import TokenPermutation
+from hp_moe.dispatch.permutation import TokenPermutation, sorted_slots
 from hp_moe.dispatch.row_exchange import RoundedExchange, Route, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
@@ -142,10 +142,16 @@ class AllToAllDispatcher(ChunkedDispatcher):
             # Numbers out of range are reported below; `_counts` ignores them.
             counts = [self._counts(each) for each in experts]
         faulty = faults(self.platform, routing, self.num_experts, self.group.ranks[self.group.rank])
-        plans = self._exchange_sizes(by_chunk, counts, faulty)
+        mine = self._sizes(by_chunk, counts, faulty)
+        theirs, each = self.platform.ops.zeros_like(mine), [1] * self.group.size
+        work = self.group.all_to_all_into(theirs, mine, each, each, async_op=True)
+        # Sorted while the sizes are sent.
+        orders = [sorted_slots(self.platform, keys) for keys in by_chunk]
+        work.wait()
+        plans = self._read_sizes(mine, theirs, len(lengths))
         return [
-            (Route(TokenPermutation(self.platform, keys, sum(sent)), sent, received), sizes)
-            for keys, (sent, received, sizes) in zip(by_chunk, plans, strict=True)
+            (Route(TokenPermutation(self.platform, keys, sum(sent), order), sent, received), sizes)
+            for keys, order, (sent, received, sizes) in zip(by_chunk, orders, plans, strict=True)
         ]
 
     def _counts(self, experts: Tensor) -> Tensor:
@@ -198,12 +204,8 @@ class AllToAllDispatcher(ChunkedDispatcher):
         repeats = ops.sum(ops.mul(same, earlier), 2)
         return ops.masked_fill(owners, ops.gt(repeats, 0), self.group.size)
 
-    def _exchange_sizes(
-        self, destinations: list[Tensor], counts: list[Tensor], faulty: Tensor
-    ) -> list[tuple[tuple[int, ...], tuple[int, ...], GroupSizes]]:
-        """Return for each chunk the rows sent to and received from each rank, and the rows of each own expert.
-
-        The host waits for the device here, once per call, and reads both directions together.
+    def _sizes(self, destinations: list[Tensor], counts: list[Tensor], faulty: Tensor) -> Tensor:
+        """Return the sizes to send, int64: a line for each rank, with the rows and the inputs of its experts by chunk.
 
         Args:
             destinations: keys of the rows of each chunk.
@@ -215,23 +217,32 @@ class AllToAllDispatcher(ChunkedDispatcher):
         for keys, count in zip(destinations, counts, strict=True):
             # Key n marks empty slots, which are not sent.
             rows = ops.narrow(count_keys(self.platform, keys, n + 1), 0, 0, n)
-            padding = ops.zeros((n * self.chunk - self.num_experts,), count.dtype)
             # The error code is added to the sizes of the first chunk, which every rank receives, even without rows.
             rows = rows if columns else ops.add(rows, faulty)
-            columns += [ops.reshape(rows, (n, 1)), ops.reshape(ops.cat([count, padding], 0), (n, self.chunk))]
+            if n * self.chunk > self.num_experts:
+                count = ops.cat([count, ops.zeros((n * self.chunk - self.num_experts,), count.dtype)], 0)
+            columns += [ops.reshape(rows, (n, 1)), ops.reshape(count, (n, self.chunk))]
         if len(counts) < self.num_chunks:
             # Padded to the width for all chunks: a rank that reports a fault does not know how many chunks others send.
             columns.append(ops.zeros((n, (self.num_chunks - len(counts)) * width), counts[0].dtype))
-        mine = ops.cat(columns, 1)
-        theirs = all_to_all_rows_data(mine, self.group, [1] * n, [1] * n)
-        host = self.platform.to_numpy(ops.cat([mine, theirs], 0))
+        return ops.cat(columns, 1)
+
+    def _read_sizes(
+        self, mine: Tensor, theirs: Tensor, num_chunks: int
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...], GroupSizes]]:
+        """Return for each chunk the rows sent to and received from each rank, and the rows of each own expert.
+
+        The host waits for the device here, once per call, and reads both directions together.
+        """
+        n, width = self.group.size, 1 + self.chunk
+        host = self.platform.to_numpy(self.platform.ops.cat([mine, theirs], 0))
         # Checked after the exchange, in which every rank has sent its error code to all others.
         refuse_faulty([*host[:, 0]])
         plans = []
-        for first in range(0, len(counts) * width, width):
+        for first in range(0, num_chunks * width, width):
             # Received lines come after the sent ones; summed over the ranks that send.
             own = host[n:, first + 1 : first + 1 + self.num_local].sum(0)
-            sizes = GroupSizes(self.platform, self._constant(own, counts[0]), _ints(own))
+            sizes = GroupSizes(self.platform, self._constant(own, mine), _ints(own))
             plans.append((_ints(host[:n, first]), _ints(host[n:, first]), sizes))
         return plans
 

@@ -26,6 +26,7 @@ class TokenPermutation:
     Args:
         keys: int `[rows, slots]`; empty slots hold a key larger than all others.
         num_copies: number of slots that are not empty.
+        order: result of `sorted_slots`, if it was computed before the number of copies was known.
 
     Attributes:
         keys: the argument.
@@ -37,11 +38,13 @@ class TokenPermutation:
         [0, 1, 0, 1]
     """
 
-    def __init__(self, platform: Platform, keys: Tensor, num_copies: int) -> None:
+    def __init__(self, platform: Platform, keys: Tensor, num_copies: int, order: Tensor | None = None) -> None:
         self.platform = platform
         self.keys = keys
         self.num_rows, self.num_slots = (int(size) for size in keys.shape)
         self.num_copies = num_copies
+        if order is not None:
+            self._order = order
 
     @functools.cached_property
     def entries(self) -> Tensor:
@@ -68,10 +71,7 @@ class TokenPermutation:
 
     @functools.cached_property
     def _order(self) -> Tensor:
-        """Flat indices of all slots, sorted by key."""
-        ops = self.platform.ops
-        # Stable, so that copies with equal keys keep the order of rows: every sum over them has one order.
-        return ops.argsort(ops.reshape(self.keys, (self.num_rows * self.num_slots,)), 0, stable=True)
+        return sorted_slots(self.platform, self.keys)
 
     def permute(self, x: Tensor) -> Tensor:
         """Copy rows into key order: `[rows, dim]` -> `[copies, dim]`; backward is `unpermute`."""
@@ -134,3 +134,9 @@ class TokenPermutation:
         if size == 0:
             return self.platform.zeros((0, x.shape[1]), x.dtype)
         return self.platform.ops.index_select(x, 0, index)
+
+
+def sorted_slots(platform: Platform, keys: Tensor) -> Tensor:
+    """Return the flat indices of all slots of `keys` `[rows, slots]`, sorted by key."""
+    # Stable, so that copies with equal keys keep the order of rows: every sum over them has one order.
+    return platform.ops.argsort(platform.ops.reshape(keys, (-1,)), 0, stable=True)
