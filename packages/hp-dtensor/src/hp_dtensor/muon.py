@@ -154,10 +154,7 @@ class _OwnerExchange:
         return received
 
     def _sends(self, tensor: int, rank: int, owner: int) -> bool:
-        """Return whether a rank sends its shard of a tensor to the owner.
-
-        Of several replicas of a shard only one sends: the one whose coordinates on the replicated axes are the owner's.
-        """
+        """Return whether a rank sends its shard to the owner; of replicas only one, in line with the owner, does."""
         triples = zip(self.specs[tensor].placements, self.coordinates[rank], self.coordinates[owner], strict=True)
         return all(not placement.is_replicate() or mine == its for placement, mine, its in triples)
 

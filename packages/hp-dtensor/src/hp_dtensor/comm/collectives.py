@@ -57,10 +57,7 @@ def reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -
 
 
 def all_to_all_rows(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_rows: Lengths) -> Tensor:
-    """Send `input_rows[j]` rows (dim 0, in rank order) to rank j and receive `output_rows[j]` rows from it.
-
-    Backward sends the gradients' rows back.
-    """
+    """Send `input_rows[j]` rows, in order, to rank j and receive `output_rows[j]` from it; backward the reverse."""
     return _platform(group).linear_map(
         x,
         saving_result(lambda t: all_to_all_rows_data(t, group, input_rows, output_rows)),
@@ -69,13 +66,7 @@ def all_to_all_rows(x: Tensor, group: ProcessGroup, input_rows: Lengths, output_
 
 
 class RowMove(NamedTuple):
-    """A block of consecutive rows, and where it moves: to a position on another rank or on the same one.
-
-    Attributes:
-        source: the group rank that holds the rows, from row `source_row` on.
-        target: the group rank that receives them, from row `target_row` on.
-        rows: the number of rows.
-    """
+    """A block of `rows` rows, from row `source_row` of a group rank to row `target_row` of another, or the same."""
 
     source: int
     source_row: int

@@ -65,10 +65,7 @@ class MeetingPoint:
         return max(1.0, self.started + self.timeout_seconds - time.monotonic())
 
     def reach(self) -> str:
-        """Wait until the name resolves and, unless this rank serves, something answers; return the IP address.
-
-        After a few seconds the cause is reported on standard error, and again every minute.
-        """
+        """Wait, with reports, until the name resolves and, unless this rank serves, it answers; return the IP."""
         report_at, pause = self.started + _FIRST_REPORT_SECONDS, 0.005
         while True:
             try:

@@ -113,13 +113,7 @@ def split_axis(axis: MeshAxis, sizes: tuple[int, ...], names: tuple[str, ...]) -
 
 
 class MeshCoordinates:
-    """Named axes over the ranks of a world, seen from one rank: a mesh without its process groups.
-
-    Attributes:
-        axes: the axes, the outermost first.
-        shape: the axis sizes.
-        world: the world to which the ranks belong.
-    """
+    """Named axes over the ranks of a world, the outermost first, seen from one rank: a mesh without its groups."""
 
     __slots__ = ("_aliases", "_base", "_coordinate", "_ranks", "axes", "shape", "world")
 

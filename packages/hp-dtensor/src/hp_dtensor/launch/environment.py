@@ -112,10 +112,7 @@ def threads_of_rank(local_size: int) -> dict[str, str]:
 
 
 def device_index(local_rank: int, num_devices: int) -> int:
-    """Return the index of a rank's device among the `num_devices` that its process sees.
-
-    It is the local rank, or 0 where Slurm shows each rank only its own device (`--gpus-per-task=1`).
-    """
+    """Return the index of a rank's device of those its process sees: the local rank, or 0 if Slurm shows one."""
     if local_rank < num_devices:
         return local_rank
     if num_devices == 1 and _slurm_gives_own_devices(local_rank):

@@ -370,10 +370,7 @@ def _serve(channel: socket.socket, imported: _Imported) -> NoReturn:
 
 
 def _fork_orphan(channel: socket.socket, request: _Request) -> bool:
-    """Fork a child of the requesting process, and send that the child's id. Return True in the child.
-
-    When the id arrives, the child has its own session and receives signals.
-    """
+    """Fork a child of the requesting process with a session of its own, and send its id. Return True in the child."""
     reading, writing = os.pipe()
     between = os.fork()
     if between == 0:

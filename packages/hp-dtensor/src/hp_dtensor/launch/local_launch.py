@@ -272,10 +272,7 @@ def handled_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator
 
 @contextlib.contextmanager
 def held_signals(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Context in which stop signals call `on_signal(number)` instead of the previous handlers.
-
-    At exit, the previous handlers are restored and the first signal received is raised again for them.
-    """
+    """Context in which stop signals call `on_signal(number)`; the first is raised again for the old handlers."""
     # With this handler Ctrl-C raises no KeyboardInterrupt in the middle of the block, which would leave ranks running.
     received: list[int] = []
 

@@ -122,10 +122,7 @@ class Process:
 
 @dataclass(slots=True)
 class Output:
-    """Destination of the ranks' output: logs in `folder`, or temporary files if it is None.
-
-    With `terminal`, rank 0 writes to the terminal instead.
-    """
+    """Destination of the ranks' output: logs in `folder`, else temporary files, and for rank 0 the `terminal`."""
 
     folder: Path | None = None
     terminal: bool = True

@@ -268,11 +268,7 @@ class _Node:
 
 @dataclass(slots=True)
 class _RemoteProcess(Process):
-    """The process of a rank on another machine. Its `connection` yields the messages that have come from there.
-
-    Attributes:
-        end: the failure by which it has ended; set before its connection is closed.
-    """
+    """The process of a rank on another machine, its messages (`connection`), and the failure by which it ended."""
 
     node: _Node = field(kw_only=True)
     id: int = field(kw_only=True)

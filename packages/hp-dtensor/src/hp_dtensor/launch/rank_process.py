@@ -152,11 +152,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Message to all ranks: join the next generation at an address.
-
-    Attributes:
-        memory: see `lasting_memory`. With it, rank 0 serves the address, otherwise the parent.
-    """
+    """Message to all ranks: join the next generation at an address, served by rank 0 with `memory`, else the parent."""
 
     generation: Generation
     address: str

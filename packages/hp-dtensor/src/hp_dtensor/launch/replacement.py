@@ -86,10 +86,7 @@ class Replacement:
 
 @dataclass(slots=True)
 class ReplacedRanks(LocalRanks):
-    """Connected ranks of one job on this machine, of which those that die are replaced.
-
-    The function that they run calls `next_generation` when a collective has failed. Newcomers run it from its start.
-    """
+    """Ranks of one job, of which those that die are replaced. After a failed collective they call `next_generation`."""
 
     replacement: Replacement = field(default_factory=lambda: Replacement(0))
     _generation: Generation = field(default_factory=Generation)

@@ -304,11 +304,7 @@ def _described(form: Form) -> str:
 
 
 def as_one_node(call: CheckpointedCall, local: Tensor) -> Tensor:
-    """Return the result of a call as that of one autograd node, whose backward recomputes all of the call.
-
-    Args:
-        local: the local data that the call gets.
-    """
+    """Return the result of a call on `local` as that of one autograd node, whose backward recomputes all of it."""
     # Refused in forward already: the backward to given inputs may not reach this node.
     if _backward_to_given_inputs.get():
         raise GradientPathError(_GIVEN_INPUTS)

@@ -189,10 +189,7 @@ class AcrossPlan:
 
 @cached_by_spec(maxsize=256)
 def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
-    """Return the plan from one mesh to another of the same world. Plans are cached.
-
-    Planning and the first run take time linear in the number of ranks of both meshes.
-    """
+    """Return the plan, cached, from one mesh to another of one world, in time linear in the number of their ranks."""
     if source.shape != target.shape:
         raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")
     if source.mesh.world is not target.mesh.world:

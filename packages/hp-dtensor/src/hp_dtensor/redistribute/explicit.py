@@ -42,11 +42,7 @@ def explicit_redistribution() -> AbstractContextManager[None]:
 
 
 def check_explicit(operation: str, location: tuple[int | str, ...], source: TensorSpec, target: TensorSpec) -> None:
-    """Check that `operation` may redistribute an input from `source` to `target` implicitly.
-
-    Args:
-        location: the path to the input in the arguments of the operation; empty for the tensor that a method reads.
-    """
+    """Check that `operation` may redistribute its input at `location` (empty: that of a method) implicitly."""
     if not explicit_region.has(operation):
         return
     platform = source.mesh.platform

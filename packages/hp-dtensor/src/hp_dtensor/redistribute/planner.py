@@ -511,10 +511,7 @@ def _find_moves(
     names: tuple[str, ...],
     size_class: int,
 ) -> tuple[Move, ...]:
-    """Return the moves for all tensors sharded in the same proportions with up to 2**size_class bytes.
-
-    Cached: the layers of a model have few different proportions, so most tensors need no search of their own.
-    """
+    """Return the moves for all tensors sharded in the same proportions with up to 2**size_class bytes."""
     scale = 2.0**size_class / max(math.prod(shape), 1) / math.prod(mesh_shape)
 
     def seconds(name: str, axes: tuple[int, ...], elements: int) -> float:

@@ -485,10 +485,7 @@ def _rows_of_value(call: LocalCall, picked: Picked, ndim: int, own: Array) -> An
 
 
 def with_positions(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of `getitem` or `setitem` with lists, ranges and arrays converted to replicated DTensors.
-
-    A mask becomes the positions of its true elements, which are the same on all ranks.
-    """
+    """Return the arguments of `getitem` or `setitem` with lists and arrays, also masks, as DTensors of positions."""
     x, index, *rest = args
     if not isinstance(x, DTensor):  # refused later, with any index
         return args

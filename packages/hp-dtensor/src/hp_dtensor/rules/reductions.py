@@ -527,11 +527,7 @@ def variance(name: str, reduced: Sequence[int], keepdim: bool, correction: float
 
 
 def _along(local: Callable[[LocalCall], Any], linear: bool = False, floating: bool = False) -> Rule:
-    """Return the rule of an operation along `dim` that keeps the shape; `local` runs where that dimension is sharded.
-
-    Args:
-        floating: refuse integers.
-    """
+    """Return the rule of an operation along `dim`, not of integers if `floating`; `local` runs where it is sharded."""
 
     def rule(call: OpCall) -> Factorization:
         if floating:

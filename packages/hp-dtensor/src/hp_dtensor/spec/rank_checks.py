@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 from hp_dtensor.comm.mesh import DeviceMesh
 from hp_dtensor.exceptions import RankMismatchError, ShardShapeError
 from hp_dtensor.platform.interface import Platform
+from hp_dtensor.platform.thread_region import ThreadRegion
 from hp_dtensor.spec.placements import Placement, RaggedShard
 from hp_dtensor.spec.tensor_spec import TensorSpec, describe, normalize_placements
 
@@ -26,19 +26,11 @@ Tensor = Any
 Coordinate = tuple[int, ...]
 
 
-class _Mode(threading.local):
-    """The number of `check_mode` blocks that this thread is in."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-
-
-_mode = _Mode()
+_mode = ThreadRegion()
 _always = os.environ.get("HP_CHECK", "") not in ("", "0")
 
 
-@contextlib.contextmanager
-def check_mode() -> Iterator[None]:
+def check_mode() -> contextlib.AbstractContextManager[None]:
     """Inside the block, compare between ranks the tensors that they create. With `HP_CHECK=1` this is always done.
 
     Compared are the global shape, dtype and placements of every tensor that is created from local data, by a factory or
@@ -61,11 +53,7 @@ def check_mode() -> Iterator[None]:
         >>> "rank" in found
         True
     """
-    _mode.depth += 1
-    try:
-        yield
-    finally:
-        _mode.depth -= 1
+    return _mode.of_all()
 
 
 def is_checking() -> bool:
@@ -165,12 +153,7 @@ class _Local:
 def global_shape(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the global shape of a tensor, after checking the shards of all ranks of the mesh against it.
-
-    Args:
-        local: the shard of this rank, which is in the mesh.
-        shape: the expected global shape; None: computed from the shards, which may be uneven.
-    """
+    """Return the global shape, `shape` if given, of a tensor, after checking the shards of all ranks of the mesh."""
     placements = normalize_placements(mesh, placements, len(local.shape))
     shards = _shards(local, mesh)
     full = tuple(shape) if shape is not None else _summed(shards[mesh.get_coordinate() or ()], shards, placements)

@@ -235,13 +235,7 @@ def prove(
     share: Share = ALL,
     strided: bool = False,
 ) -> Report:
-    """Compare every sample in all placements with one device. Call it on every rank of a world of the mesh's size.
-
-    Args:
-        limit: maximum number of placement combinations per sample; None: all.
-        share: share of the combinations to run.
-        strided: whether arguments are also placed in strided shards.
-    """
+    """Compare samples in at most `limit` placements each, or a share of these, with one device, on every rank."""
     names = tuple(f"a{i}" for i in range(len(mesh_shape)))
     mesh = DeviceMesh("cpu", mesh_shape, mesh_dim_names=names, platform=platform)
     report = Report()
