@@ -77,7 +77,7 @@ def test_equals_brute_force_in_blocks_of_five(hp_platform, monkeypatch, name):
     reference.compare(computed(hp_platform, *case), reference.expected(*case))
 
 
-@pytest.mark.parametrize("keys", [300, 1100])
+@pytest.mark.parametrize("keys", [300, 1100, 2100])
 def test_long_causal_squares_equal_brute_force(hp_platform, keys):
     """Torch's backward computes a causal square in strips of 128 keys, or of 256 above 1,024 keys."""
     arrays = reference.inputs(batch=1, heads=2, kv_heads=1, keys=keys, width=4)

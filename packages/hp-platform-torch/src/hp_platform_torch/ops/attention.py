@@ -99,10 +99,9 @@ def local_attention(
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_STRIPS = {1024: 128, 2048: 256}
-"""Keys per strip of a causal square in backward, by the longest square for which it is the fastest width: the more
-strips, the fewer masked scores are computed, and the more gradients of queries are added up. Longer squares are not
-split."""
+_NARROW_STRIP, _WIDE_STRIP, _LONGEST_NARROW = 128, 256, 1024
+"""Keys per strip of a causal square in backward, and the longest square with narrow ones. The narrower strips are, the
+fewer masked scores are computed, and the more gradients of queries are added up."""
 
 
 def takes(query: Tensor, value: Tensor) -> bool:
@@ -158,7 +157,7 @@ def block_grad(
     """Compute `Platform.attention_block_grad` without a soft cap or dropout."""
     if scores.is_causal and query.dtype in (torch.float32, torch.float64):
         length = query.shape[2]
-        strip = next((width for longest, width in _STRIPS.items() if length <= longest), length)
+        strip = _NARROW_STRIP if length <= _LONGEST_NARROW else _WIDE_STRIP
         if strip < length:
             return _causal_grad(grad, query, key, value, out, lse, scores.scale, strip)
     bias = _bias(scores.mask, query)
