@@ -1,7 +1,7 @@
 """Attention of a sequence that ranks share, forward and backward, under hp_dtensor and torch, on gloo ranks.
 
     python benchmarks/context_parallel.py [--ranks 2 | --ranks 4] [--lengths 1024 4096 16384] [--masks causal full]
-        [--kv-heads 8 2] [--rounds 7] [--memory] [--timeline]
+        [--kv-heads 8 2] [--rounds 7] [--seconds 20] [--memory] [--timeline]
 
 Torch is its own context parallel ring (`torch.distributed.tensor.experimental._context_parallel`), with both of its
 ways to rotate keys and values. Its dispatcher knows no attention of the CPU, so its ring is given the same flash kernel
@@ -11,7 +11,12 @@ The first contender sends nothing: it is the kernel alone, forward and backward,
 one call without a mask, in which the kernel is fastest; all ranks compute at once. It is the limit of what a rank can
 reach. Of each other one the table has the median step time and the median processor time of a rank (the mean over
 ranks; other work on the machine does not count in it), how much that is of torch's default, and which share of it the
-limit takes. Under a causal mask the kernel itself does more than the limit: it computes full blocks of 512 keys.
+limit takes. Under a causal mask the kernel itself does more than the limit: it computes full blocks of 512 keys. So the
+second contender sends nothing either, and calls the kernels on the blocks of our ring, without merging their results:
+what a ring on these kernels cannot go below.
+
+A case ends after `--rounds` rounds, or with the round in which it reaches `--seconds`. The first round is a warm-up,
+unless it is the only one.
 
 With `--memory`, also the memory that a step adds to a rank, its largest resident memory less that before the step, in
 processes of its own. With `--timeline`, when each hop of our ring was started and waited for, and when each block was
@@ -21,6 +26,7 @@ computed, for rank 0.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import operator
 import resource
 import statistics
@@ -32,8 +38,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _torch_ranks import connected_platform, run_torch_ranks
-
-WARM_UP = 2
 
 
 def flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> Any:
@@ -151,50 +155,106 @@ def ours(method: str, ulysses: bool) -> Callable[[Case], Attend]:
     return build
 
 
+def blocks_alone(case: Case) -> Attend:
+    """Return a function that calls the kernels on the blocks of our ring."""
+    from hp_dtensor import SequenceSharding
+    from hp_dtensor.parallel.attention.masks import Tokens
+    from hp_dtensor.parallel.attention.ring import plan_ring
+    from hp_dtensor.platform.attention import BlockScores
+
+    sharding = SequenceSharding(length=case.length, ranks=case.ranks, balanced=case.causal)
+    tokens = [Tokens(sharding.indices(rank)) for rank in range(case.ranks)]
+    plan = plan_ring(tokens, dist.get_rank(), case.causal, None, None)
+    blocks = [
+        (slice(segment.start, segment.stop), slice(keys.start, keys.stop), BlockScores(case.head_dim**-0.5, **causal))
+        for rows in plan.plans
+        for segment in rows[0].segments
+        for keys in segment.keys
+        for causal in [{"is_causal": keys.is_causal}]
+    ]
+    return lambda *tensors: Blocks.apply(*tensors, blocks)
+
+
+class Blocks(torch.autograd.Function):
+    """Calls of the kernels on blocks (queries, keys, scores), forward and backward. Their results are dropped."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Any) -> torch.Tensor:
+        block = connected_platform().attention_block
+        found = [block(query[:, :, q], key[:, :, k], value[:, :, k], scores) for q, k, scores in blocks]
+        # The first is of the rank's own keys, and has all queries.
+        ctx.save_for_backward(query, key, value, *found[0])
+        ctx.blocks = blocks
+        return found[0][0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        query, key, value, out, lse = ctx.saved_tensors
+        for q, k, scores in ctx.blocks:
+            g, queries, of_queries, lse_of_queries = (x[:, :, q] for x in (grad, query, out, lse))
+            connected_platform().attention_block_grad(
+                g, queries, key[:, :, k], value[:, :, k], of_queries, lse_of_queries, scores
+            )
+        return query, key, value, None
+
+
 CONTENDERS = {
     "products alone": products_alone,
+    "blocks alone": blocks_alone,
     "torch, all-gather": torch_ring("allgather"),
     "torch, all-to-all": torch_ring("alltoall"),
     "our ring": ours("ring", False),
     "our all-gather": ours("all_gather", False),
     "our Ulysses": ours("ring", True),
 }
-LIMIT, DEFAULT = "products alone", "torch, all-gather"
+LIMIT, BLOCKS, DEFAULT = "products alone", "blocks alone", "torch, all-gather"
 
 
-def measure(names: Sequence[str], cases: Sequence[Case], rounds: int, timeline: bool) -> list[dict[str, Any]]:
-    return [measure_case(names, case, rounds, timeline) for case in cases]
+def measure(names: Sequence[str], cases: Sequence[Case], *settings: Any) -> list[dict[str, Any]]:
+    return [measure_case(names, case, *settings) for case in cases]
 
 
-def measure_case(names: Sequence[str], case: Case, rounds: int, timeline: bool) -> dict[str, Any]:
+def measure_case(names: Sequence[str], case: Case, rounds: int, max_seconds: float, timeline: bool) -> dict[str, Any]:
     """Return by contender the seconds of each step, the processor's seconds, and what else there is to print."""
+    from hp_dtensor import record_collectives
+
     rank = dist.get_rank()
     built = {name: CONTENDERS[name](case) for name in names}
     tensors, grad = case.inputs(rank)
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     found: dict[str, list[torch.Tensor]] = {}
+    sent: dict[str, float] = {}
+    begin = time.perf_counter()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for step in range(rounds + WARM_UP):
+    for step in range(rounds + 1):
         for name, attend in built.items():
             for x in tensors:
                 x.grad = None
+            is_recorded = step == 0 and name.startswith("our")
             dist.barrier()
             start = time.perf_counter(), time.process_time()
-            out = attend(*tensors)
-            out.backward(grad)
+            with record_collectives() if is_recorded else contextlib.nullcontext() as log:
+                out = attend(*tensors)
+                out.backward(grad)
             spent = time.process_time() - start[1]
             dist.barrier()
-            if step >= WARM_UP:
-                seconds[name].append((time.perf_counter() - start[0], spent))
+            seconds[name].append((time.perf_counter() - start[0], spent))
+            if is_recorded:
+                sent[name] = log.wire_bytes()
             found[name] = [out.detach(), *(x.grad for x in tensors)] if len(names) > 1 else []
             del out
+        # All ranks have to agree on the last round.
+        if mean_over_ranks([time.perf_counter() - begin])[0] > max_seconds:
+            break
+    # The first round is a warm-up, but long steps have no other one.
+    seconds = {name: each[1:] or each for name, each in seconds.items()}
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     if timeline and "our ring" in names:
         print_timeline(built["our ring"], tensors, grad, rank)
     return {
         "wall": {name: [wall for wall, _ in each] for name, each in seconds.items()},
         "processor": {name: mean_over_ranks([own for _, own in each]) for name, each in seconds.items()},
-        "sent": sent(built, tensors, grad),
+        "sent": sent,
         "peak": peak,
         "worst": worst_difference(found),
     }
@@ -208,23 +268,11 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 
 def worst_difference(found: dict[str, list[torch.Tensor]]) -> float:
     """Return the largest difference of the rings' results and gradients from torch's default."""
-    # The limit attends to other keys, and the Ulysses sharding gives ranks other tokens: another sequence.
-    rings = [name for name, tensors in found.items() if tensors and name not in (LIMIT, "our Ulysses")]
+    # The limit attends to other keys, blocks alone are not merged, and the Ulysses sharding gives ranks other tokens:
+    # another sequence.
+    rings = [name for name, tensors in found.items() if tensors and name not in (LIMIT, BLOCKS, "our Ulysses")]
     pairs = [pair for name in rings for pair in zip(found[name], found[rings[0]], strict=True)]
     return max((float((x - y).abs().max()) for x, y in pairs), default=0.0)
-
-
-def sent(built: dict[str, Attend], tensors: list[torch.Tensor], grad: torch.Tensor) -> dict[str, float]:
-    """Return the bytes that this rank sends in one step of each of ours."""
-    from hp_dtensor import record_collectives
-
-    bytes_sent = {}
-    for name, attend in built.items():
-        if name.startswith("our"):
-            with record_collectives() as log:
-                attend(*tensors).backward(grad)
-            bytes_sent[name] = log.wire_bytes()
-    return bytes_sent
 
 
 def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor, rank: int) -> None:
@@ -288,6 +336,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[8])
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--timeline", action="store_true")
     options = parser.parse_args()
@@ -300,10 +349,10 @@ def main() -> None:
         for length in options.lengths
     ]
     names = list(CONTENDERS)
-    results = run_torch_ranks(measure, options.ranks, names, cases, options.rounds, options.timeline)
+    results = run_torch_ranks(measure, options.ranks, names, cases, options.rounds, options.seconds, options.timeline)
     for case, result in zip(cases, results, strict=True):
-        alone = names[1:] if options.memory else []
-        peak = {name: run_torch_ranks(measure, case.ranks, [name], [case], 1, False)[0]["peak"] for name in alone}
+        alone = names[2:] if options.memory else []
+        peak = {name: run_torch_ranks(measure, case.ranks, [name], [case], 1, 0.0, False)[0]["peak"] for name in alone}
         print_case(case, result, peak)
 
 

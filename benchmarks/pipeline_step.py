@@ -10,7 +10,8 @@ turns in the same processes:
     limit  lower bound of a step: the schedule of hp_trainer simulated with the processor time of each stage's forward,
            input gradient and weight gradient. These are measured in the same turns, with all ranks computing and no
            communication. The bound is at least the total work divided by the number of cores.
-    share  limit divided by step, of hp_trainer and of torch; a step cannot be faster than 1.00
+    share  limit divided by step, of hp_trainer and of torch; a step cannot be faster than 1.00, so the ratio of the
+           steps cannot be below torch's share
     cpu    processor time of a step, summed over ranks, of hp_trainer and of torch, and their ratio;
            work: that of the computation alone
 
