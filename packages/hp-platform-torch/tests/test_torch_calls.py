@@ -26,6 +26,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.dispatch.operation import count_plans
 from hp_dtensor.exceptions import MixedOperandsError, ShardingRuleError
+from hp_dtensor.parallel.recompute import checkpoint
 from hp_dtensor.testing import run_ranks
 
 Tensor = torch.Tensor
@@ -361,3 +362,67 @@ def test_a_number_of_numpys_is_known_by_its_type() -> None:
         assert len(plans) == 1
 
     run_ranks(rank, 1, "torch")
+
+
+@pytest.mark.parametrize("call", [torch.add, torch.sub, torch.mul, torch.maximum, torch.Tensor.add_, torch.matmul])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), RaggedShard(0, (3, 0, 1))], ids=str)
+def test_a_replicated_operand_is_selected_in_later_calls_as_in_the_first(call: Call, placement: Any) -> None:
+    x, v = floats(4, 4), floats(4, 4).flip(0)  # over three ranks: uneven and empty shards
+
+    def rank() -> list[Tensor]:
+        mesh = DeviceMesh("cpu", (3,))
+        replicated, found = distribute_tensor(v, mesh, [Replicate()]), []
+        for recorded in (False, False, True, True):  # plans are made in the first call, for all of them
+            sharded = distribute_tensor(x, mesh, [placement])
+            leaf = sharded.requires_grad_(recorded and call is not torch.Tensor.add_)
+            result = call(leaf, replicated)
+            # Neither a write to the result nor one to the operand reaches the other.
+            with torch.no_grad():
+                replicated.add_(1)
+                found.append(result.full_tensor())
+                result.zero_()
+                replicated.sub_(1)
+            if leaf.requires_grad and call is not torch.matmul:
+                result.backward(distribute_tensor(torch.ones(4, 4), mesh, [placement]))
+                found.append(leaf.grad.full_tensor())
+        return [*found, replicated.full_tensor()]
+
+    leaf = x.clone().requires_grad_(call is not torch.Tensor.add_)
+    result = call(leaf if leaf.requires_grad else leaf.clone(), v)
+    expected = [result.detach()] * 4
+    if leaf.requires_grad and call is not torch.matmul:
+        (grad,) = torch.autograd.grad(result.sum(), leaf)
+        expected[2:] = [result.detach(), grad, result.detach(), grad]
+    for found in run_ranks(rank, 3, "torch"):
+        for got, wanted in zip(found, [*expected, v], strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_a_saved_selection_does_not_hold_the_memory_of_the_operand() -> None:
+    def rank() -> list[int]:
+        mesh = DeviceMesh("cpu", (2,))
+        x = distribute_tensor(floats(4, 4), mesh, [Shard(0)]).requires_grad_()
+        operand = distribute_tensor(floats(4, 4), mesh, [Replicate()])
+        return [(x * operand).grad_fn._saved_other.untyped_storage().nbytes() for _ in range(2)]
+
+    assert run_ranks(rank, 2, "torch") == [[32, 32]] * 2
+
+
+def test_a_selected_operand_is_no_saved_result_of_a_recomputation() -> None:
+    def rank() -> list[Tensor]:
+        mesh, found = DeviceMesh("cpu", (2,)), []
+        constant = distribute_tensor(floats(6, 5), mesh, [Replicate()])
+
+        def part(x: Any) -> Any:
+            # The first forward makes the plans of these shapes, and the recomputation finds them.
+            gathered = (x + constant).exp().redistribute(placements=[Replicate()])
+            return gathered.sin().redistribute(placements=[Shard(0)])
+
+        for run in (lambda x: checkpoint(part, x, platform=get_platform("torch"), save=["collectives"]), part):
+            x = distribute_tensor(floats(6, 5) / 9, mesh, [Shard(0)]).requires_grad_()
+            run(x).sum().backward()
+            found.append(x.grad.full_tensor())
+        return found
+
+    for recomputed, expected in run_ranks(rank, 2, "torch"):
+        assert torch.equal(recomputed, expected)

@@ -421,12 +421,14 @@ class Messages:
     """One rank's share of an exchange.
 
     Attributes:
+        me: the rank's coordinate.
         sends: the region of the local tensor that is sent to each receiver.
         receives: the shape of the message from each sender.
         own: the region of the local tensor that this rank needs itself; None if there is none.
         recipe: how the result is assembled from the messages and from `own`.
     """
 
+    me: Coordinate
     sends: dict[Coordinate, Region]
     receives: dict[Coordinate, tuple[int, ...]]
     own: Region | None
@@ -441,7 +443,7 @@ def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
     shape = tuple(sum(run.length for run in dim_runs) for dim_runs in runs)
     sends = _outgoing_regions(ownership, me, owned, held)
     if not ownership.wants_any(me) or 0 in shape:
-        return Messages(sends, {}, None, Zeros(shape))
+        return Messages(me, sends, {}, None, Zeros(shape))
     # One message for each combination of owners of the dimensions: (sender, shape).
     found: _MessagesByOwners = {}
     own = None
@@ -458,7 +460,7 @@ def exchange_messages(ownership: Ownership, me: Coordinate) -> Messages:
             )
             found[owners] = ownership.sender(me, owner), tuple(lengths)
     receives = {sender: sizes for sender, sizes in found.values() if sender != me}
-    return Messages(sends, receives, own, grid_recipe(runs, functools.partial(_cell_recipe, found)))
+    return Messages(me, sends, receives, own, grid_recipe(runs, functools.partial(_cell_recipe, found)))
 
 
 _MessagesByOwners = dict[tuple[Owner, ...], tuple[Coordinate, tuple[int, ...]]]
@@ -590,16 +592,25 @@ class Exchange(Step):
             received[peer] = receives[i] = platform.empty(shape, local.dtype, device)
         return after(self.group.start_exchange(sends, receives), lambda: self.assemble(local, received))
 
+    @property
+    def selection(self) -> Callable[[Tensor], Tensor] | None:
+        messages = self._messages
+        # Without axes nothing is received: one message is the region that this rank has itself.
+        if self.axes or messages.own is None or type(messages.recipe) is not FromMessage:
+            return None
+        platform, own, region = self.platform, messages.own, messages.recipe.region
+        return lambda local: region.of(platform, own.of(platform, local))
+
     def outgoing(self, local: Tensor) -> list[tuple[int, Tensor]]:
         """Return (group rank, message to it) in the order of the group."""
         return [(i, self.platform.contiguous(region.of(self.platform, local))) for i, region in self._outgoing]
 
     def assemble(self, local: Tensor, received: Received) -> Tensor:
         """Return the result of the step from the messages, by the coordinates of their senders, and from `local`."""
-        platform, messages = self.platform, self._messages
+        platform, messages = self.mesh.platform, self._messages
         # The recipe treats what this rank already has like a message from itself.
         if messages.own is not None:
-            received[self.coordinate] = messages.own.of(platform, local)
+            received[messages.me] = messages.own.of(platform, local)
         result = messages.recipe.make(platform, received, local)
         if type(messages.recipe) is not FromMessage:
             return result

@@ -65,6 +65,11 @@ class Step(ABC):
         return lambda: result
 
     @property
+    def selection(self) -> Callable[[Tensor], Tensor] | None:
+        """Function that returns the result as a view of the local tensor; None if the step does more than select it."""
+        return None
+
+    @property
     def group(self) -> ProcessGroup:
         """Return the group of the ranks that communicate in this step."""
         return self.mesh.group_over(self.axes)
@@ -152,7 +157,7 @@ class Stage:
             return self._run_selecting(platform, local)
         if self._changes_nothing:
             return local
-        return platform.linear_map(local, saving_result(self.run_data), self.run_backward)
+        return platform.linear_map(local, self._saving_data, self.run_backward)
 
     def start_data(self, local: Tensor) -> Callable[[], Tensor]:
         """Start the steps and return a function that waits for the last one and returns the result of `run_data`."""
@@ -188,6 +193,11 @@ class Stage:
         grad = self._backward.run_data(grad)
         up, down = self.factors
         return scaled(self.source.mesh.platform, grad, up * self._num_copies, down)
+
+    @functools.cached_property
+    def _saving_data(self) -> Callable[[Tensor], Tensor]:
+        """`run_data`, whose result recomputation may save if the steps communicate."""
+        return saving_result(self.run_data) if any(step.axes for step in self.steps) else self.run_data
 
     @functools.cached_property
     def _backward(self) -> RedistributePlan:
@@ -312,6 +322,11 @@ class RedistributePlan:
         for stage in self.stages:
             local = stage.run_data(local)
         return local
+
+    @functools.cached_property
+    def selection(self) -> Callable[[Tensor], Tensor] | None:
+        """See `Step.selection`; None also for plans of several steps."""
+        return None if self.is_outside_mesh or len(self.steps) != 1 else self.steps[0].selection
 
     @functools.cached_property
     def is_outside_mesh(self) -> bool:

@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hp_dtensor.dispatch.operation import VALUES, ArgumentKinds, Key, Operation, plans_of, run, scalar_with_gradient
 from hp_dtensor.dispatch.plan import DirectCall, LocalPlan, Redistribution
 from hp_dtensor.exceptions import ShardingRuleError
+from hp_dtensor.redistribute import plan_between
 from hp_dtensor.rules.tables import rule_registry
+from hp_dtensor.spec.rank_checks import is_checking
 from hp_dtensor.spec.tensor_spec import TensorSpec
 from hp_dtensor.tensor.conversions import replicate_like
 from hp_dtensor.tensor.dtensor import DTensor
@@ -91,7 +93,7 @@ def locally(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         return func(*args, **kwargs)
 
 
-# Autograd saves no argument of these, so that saved-tensor hooks need not be looked for.
+# Autograd saves no argument of these, so that saved-tensor hooks need not be looked for. Nor is an argument returned.
 _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
 
 
@@ -109,21 +111,47 @@ class RedistributingCall(DirectCall):
     """A `DirectCall` that redistributes positional arguments.
 
     Attributes:
-        changes: (position, redistribution) of each changed argument, varying views included.
+        changes: (position, redistribution, selection) of each changed argument, varying views included; see
+            `RedistributePlan.selection`.
+        copies: a selection is copied, because the operation may return it, or autograd save it and with it the memory
+            of the argument.
     """
 
-    __slots__ = ("changes",)
+    __slots__ = ("changes", "copies")
 
-    def __init__(self, spec: TensorSpec, changes: Sequence[tuple[int, Redistribution]], is_number: bool) -> None:
+    def __init__(
+        self,
+        spec: TensorSpec,
+        args: Sequence[Any],
+        changes: Sequence[tuple[int, Redistribution]],
+        is_number: bool,
+        copies: bool,
+    ) -> None:
         super().__init__(spec, None, (), is_number)
-        self.changes, self.is_unchanged = changes, False
+        self.changes = [(position, change, _selection(args[position], change.target)) for position, change in changes]
+        self.copies, self.is_unchanged = copies, False
 
     def redistributed(self, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return the arguments with the changed ones in place of those that need it."""
         result = list(args)
-        for position, change in self.changes:
-            result[position] = change.apply(result[position])
+        for position, change, selection in self.changes:
+            x = result[position]
+            if selection is not None and not is_checking():
+                with LocalOperations():
+                    # Without communication and gradient no plan has to run.
+                    if not (torch.is_grad_enabled() and x.requires_grad):
+                        result[position] = selection(x).clone() if self.copies else selection(x)
+                        continue
+            result[position] = change.apply(x)
         return tuple(result)
+
+
+def _selection(x: Any, target: TensorSpec | None) -> Callable[[Tensor], Tensor] | None:
+    """Return the selection that redistributes an argument to `target`, or None; see `RedistributePlan.selection`."""
+    if target is None:
+        return None
+    source: TensorSpec = x._spec
+    return plan_between(source, target, source.mesh.platform.itemsize(source.dtype)).selection
 
 
 def _check_scalar(name: str, value: Tensor) -> None:
@@ -279,7 +307,7 @@ class TorchOperation(Operation):
         is_number = is_partial_number(spec) and not self.in_place
         if not replaced:
             return (
-                RedistributingCall(spec, changes, is_number)
+                RedistributingCall(spec, args, changes, is_number, self.saves)
                 if is_redistributed
                 else DirectCall(spec, None, views, is_number)
             )
