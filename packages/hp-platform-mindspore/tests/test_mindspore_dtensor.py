@@ -406,6 +406,23 @@ def _with(function, *arrays):
 
 
 FORMS = {
+    "mint conv2d": (_with(F.conv2d, WEIGHT, BIAS), lambda f, x, w, b: f("conv2d")(x, w, b), (WEIGHT, BIAS)),
+    "mint conv2d same": (
+        _with(lambda x, w: F.conv2d(x, w, None, 1, "same"), WEIGHT),
+        lambda f, x, w: f("conv2d")(x, w, None, 1, 1),
+        (WEIGHT,),
+    ),
+    "ops conv2d": (_with(ops.conv2d, WEIGHT, BIAS), lambda f, x, w, b: f("conv2d")(x, w, b), (WEIGHT, BIAS)),
+    "nn.Conv2d": (
+        _cell(lambda: nn.Conv2d(4, 4, 3, has_bias=True), weight=WEIGHT, bias=BIAS),  # padded as "same"
+        lambda f, x, w, b: f("conv2d")(x, w, b, 1, 1),
+        (WEIGHT, BIAS),
+    ),
+    "mint max_pool2d": (_with(lambda x: F.max_pool2d(x, 2)), lambda f, x: f("max_pool2d")(x, 2), ()),
+    "nn.MaxPool2d": (_with(nn.MaxPool2d(2, 2)), lambda f, x: f("max_pool2d")(x, 2), ()),
+    "nn.AvgPool2d": (_with(nn.AvgPool2d(2, 2)), lambda f, x: f("avg_pool2d")(x, 2), ()),
+    "mint avg_pool2d": (_with(lambda x: F.avg_pool2d(x, 2)), lambda f, x: f("avg_pool2d")(x, 2), ()),
+    "adaptive": (_with(lambda x: F.adaptive_avg_pool2d(x, 3)), lambda f, x: f("adaptive_avg_pool2d")(x, 3), ()),
     "mint layer_norm": (_with(lambda x, b: F.layer_norm(x, (4,), b, b), BIAS),
                         lambda f, x, b: f("layer_norm")(x, (4,), b, b), (BIAS,)),
     "nn.LayerNorm": (_cell(lambda: nn.LayerNorm((4,), epsilon=1e-5), gamma=BIAS, beta=BIAS),
@@ -414,6 +431,8 @@ FORMS = {
                         lambda f, x, b: f("group_norm")(x, 2, b, b), (BIAS,)),
     "mint batch_norm": (_with(lambda x, b: F.batch_norm(x, None, None, b, b, True), BIAS),
                         lambda f, x, b: f("batch_norm")(x, None, None, b, b, True), (BIAS,)),
+    "interpolate": (_with(lambda x: F.interpolate(x, (3, 7), mode="bilinear")),
+                    lambda f, x: f("interpolate")(x, (3, 7), mode="bilinear"), ()),
     "ops einsum": (_with(lambda x, w: ops.einsum("ncij,oc->noij", x, w), WEIGHT[:, :, 0, 0]),
                    lambda f, x, w: f("einsum")("ncij,oc->noij", x, w), (WEIGHT[:, :, 0, 0],)),
     "mint topk": (_with(lambda x: mint.topk(x, 2, 1, False)[0]), lambda f, x: f("topk")(x, 2, 1, False)[0], ()),
@@ -423,6 +442,7 @@ FORMS = {
     "mint log_softmax": (_with(lambda x: F.log_softmax(x, 1)), lambda f, x: f("log_softmax")(x, 1), ()),
     "mint logsigmoid": (_with(F.logsigmoid), lambda f, x: f("logsigmoid")(x), ()),
     "mint elu": (_with(F.elu), lambda f, x: f("elu")(x), ()),
+    "mint median": (_with(lambda x: mint.median(x, 1)[0]), lambda f, x: f("median")(x, 1)[0], ()),
     "mint argsort": (
         _with(lambda x: mint.argsort(x, 1, True)), lambda f, x: f("argsort")(x, 1, descending=True), ()),
     "index_put that adds": (_with(lambda x, i, y: x.index_put((i,), y, accumulate=True), IDS, ROWS),
@@ -449,6 +469,8 @@ FORMS = {
                                     lambda f, x, b: f("layer_norm")(x, (4,), None, b), (BIAS,)),
     "mint pad circular": (_with(lambda x: F.pad(x, (1, 2, 1, 0), mode="circular")),
                           lambda f, x: ops.pad(x, (1, 2, 1, 0), mode="circular"), ()),
+    "ops adaptive_avg_pool2d": (_with(lambda x: ops.adaptive_avg_pool2d(x, (None, 2))),
+                                lambda f, x: f("adaptive_avg_pool2d")(x, (5, 2)), ()),
     "transpose()": (_with(lambda x: x.transpose()), lambda f, x: x.transpose(3, 2, 1, 0), ()),
     "any": (_with(lambda x: (x > 0.5).any()), lambda f, x: Tensor(True), ()),
     "ops any": (_with(lambda x: ops.any(x > 9)), lambda f, x: Tensor(False), ()),

@@ -11,6 +11,7 @@ import pytest
 from mindspore import Tensor
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing import run_ranks
 
 F = ms.mint.nn.functional
@@ -32,6 +33,28 @@ def windows(x, kernel, stride, pad, dilation, fill):
             slice(i * stride, i * stride + dilation * (k - 1) + 1, dilation) for i, k in zip(place, kernel, strict=True)
         )
         yield place, sizes, x[(slice(None), slice(None), *picked)]
+
+
+def convolved(x, weight, bias, stride=1, pad=0, dilation=1, groups=1):
+    kernel, result = weight.shape[2:], None
+    for place, sizes, part in windows(x, kernel, stride, pad, dilation, 0.0):
+        if result is None:
+            result = np.zeros((len(x), len(weight), *sizes))
+        into, out = weight.shape[1], len(weight) // groups
+        for g in range(groups):
+            inside = part[:, g * into : (g + 1) * into].reshape(len(x), -1)
+            filters = weight[g * out : (g + 1) * out].reshape(out, -1)
+            result[(slice(None), slice(g * out, (g + 1) * out), *place)] = inside @ filters.T
+    return result + bias.reshape(-1, *[1] * len(kernel))
+
+
+def pooled(reduce, x, kernel, stride, pad, fill):
+    result = None
+    for place, sizes, part in windows(x, kernel, stride, pad, 1, fill):
+        if result is None:
+            result = np.zeros((*x.shape[:2], *sizes))
+        result[(slice(None), slice(None), *place)] = reduce(part, axis=tuple(range(2, x.ndim)))
+    return result
 
 
 def added_at(x, index, source):
@@ -71,6 +94,109 @@ CASES = {
         lambda f, x: f("cumprod")(x, 0),
         lambda x: np.cumprod(x, 0),
     ),
+    "conv1d": (
+        [values(2, 4, 7), values(6, 2, 3), values(6)],
+        lambda f, x, w, b: f("conv1d")(x, w, b, 2, 1, 1, 2),
+        lambda x, w, b: convolved(x, w, b, 2, 1, 1, 2),
+    ),
+    "conv2d": (
+        [values(2, 3, 6, 5), values(4, 3, 2, 3), values(4)],
+        lambda f, x, w, b: f("conv2d")(x, w, b, 1, 1, 2),
+        lambda x, w, b: convolved(x, w, b, 1, 1, 2),
+    ),
+    "max_pool2d": (
+        [values(2, 2, 6, 5)],
+        lambda f, x: f("max_pool2d")(x, 3, 2, 1),
+        lambda x: pooled(np.max, x, (3, 3), 2, 1, -np.inf),
+    ),
+    "avg_pool2d": (
+        [values(2, 2, 6, 5)],
+        lambda f, x: f("avg_pool2d")(x, 3, 2, 1),
+        lambda x: pooled(np.mean, x, (3, 3), 2, 1, 0.0),
+    ),
+    "conv3d": (
+        [values(2, 2, 3, 4, 3), values(4, 2, 2, 2, 2), values(4)],
+        lambda f, x, w, b: f("conv3d")(x, w, b, 1, 1),
+        lambda x, w, b: convolved(x, w, b, 1, 1),
+    ),
+    "conv2d same": (
+        [values(2, 3, 4, 5), values(4, 3, 2, 2), values(4)],
+        lambda f, x, w, b: f("conv2d")(x, w, b, 1, "same"),
+        lambda x, w, b: convolved(np.pad(x, [(0, 0), (0, 0), (0, 1), (0, 1)]), w, b),
+    ),
+    "conv2d of one image": (
+        [values(3, 4, 5), values(4, 3, 2, 2)],
+        lambda f, x, w: f("conv2d")(x, w),
+        lambda x, w: convolved(x[None], w, np.zeros(4))[0],
+    ),
+    "max_pool1d": (
+        [values(2, 3, 7)],
+        lambda f, x: f("max_pool1d")(x, 3, 2, 1),
+        lambda x: pooled(np.max, x, (3,), 2, 1, -np.inf),
+    ),
+    "max_pool3d": (
+        [values(1, 2, 4, 3, 5)],
+        lambda f, x: f("max_pool3d")(x, 2, 1),
+        lambda x: pooled(np.max, x, (2, 2, 2), 1, 0, -np.inf),
+    ),
+    "avg_pool2d padded by columns": (
+        [values(2, 2, 4, 5)],
+        lambda f, x: f("avg_pool2d")(x, 2, 1, (0, 1)),
+        lambda x: pooled(np.mean, np.pad(x, [(0, 0), (0, 0), (0, 0), (1, 1)]), (2, 2), 1, 0, 0.0),
+    ),
+    "avg_pool2d with a divisor": (
+        [values(2, 2, 4, 5)],
+        lambda f, x: f("avg_pool2d")(x, 2, divisor_override=3),
+        lambda x: pooled(np.sum, x, (2, 2), 2, 0, 0.0) / 3,
+    ),
+    "avg_pool1d": (
+        [values(2, 2, 7)],
+        lambda f, x: f("avg_pool1d")(x, 3, 2, 1),
+        lambda x: pooled(np.mean, x, (3,), 2, 1, 0.0),
+    ),
+    "avg_pool3d": (
+        [values(1, 2, 4, 3, 5)],
+        lambda f, x: f("avg_pool3d")(x, 2, 1, (1, 0, 0)),
+        lambda x: pooled(np.mean, np.pad(x, [(0, 0), (0, 0), (1, 1), (0, 0), (0, 0)]), (2, 2, 2), 1, 0, 0.0),
+    ),
+    "adaptive_avg_pool2d": (
+        [values(2, 2, 5, 4)],
+        lambda f, x: f("adaptive_avg_pool2d")(x, (2, None)),
+        lambda x: np.stack([x[..., :3, :].mean(-2), x[..., 2:, :].mean(-2)], -2),
+    ),
+    "adaptive_avg_pool1d": (
+        [values(2, 2, 5)],
+        lambda f, x: f("adaptive_avg_pool1d")(x, 2),
+        lambda x: np.stack([x[..., :3].mean(-1), x[..., 2:].mean(-1)], -1),
+    ),
+    "adaptive_max_pool2d": (
+        [values(2, 2, 4, 4)],
+        lambda f, x: f("adaptive_max_pool2d")(x, 2),
+        lambda x: pooled(np.max, x, (2, 2), 2, 0, -np.inf),
+    ),
+    "index_fill": (
+        [MATRIX],
+        lambda f, x: f("index_fill")(x, 1, f.ids(np.array([2, -4])), 3.0),
+        lambda x: written_at(x, (slice(None), [2, 0]), 3.0),
+    ),
+    "median of NaN": (
+        [np.array([[1.0, 3, 2], [1, 2, 3]])],
+        lambda f, x: f("nanmedian")(f("masked_fill")(x, f.ids(np.array([[0, 1, 0], [0, 0, 0]])) == 1, math.nan), 1)[0],
+        lambda x: x[[0, 1], [0, 1]],
+    ),
+    "median of all": ([MATRIX], lambda f, x: f("median")(x), lambda x: np.sort(x.reshape(-1))[(x.size - 1) // 2]),
+    "nanmedian": ([MATRIX], lambda f, x: f("nanmedian")(x, 1, True)[0], lambda x: np.sort(x, 1)[:, 1:2]),
+    "interpolate linear": (
+        [values(1, 1, 4)],
+        lambda f, x: f("interpolate")(x, 7, mode="linear", align_corners=True),
+        lambda x: np.interp(np.linspace(0, 3, 7), np.arange(4), x[0, 0])[None, None],
+    ),
+    "interpolate nearest": (
+        [values(2, 3, 2, 2)],
+        lambda f, x: f("interpolate")(x, scale_factor=2),
+        lambda x: x.repeat(2, 2).repeat(2, 3),
+    ),
+    "median": ([MATRIX], lambda f, x: f("median")(x, 0)[0], lambda x: np.median(x, 0)),
     "batch_norm": (
         [values(4, 3, 2), values(3), values(3)],
         lambda f, x, w, b: f("batch_norm")(x, None, None, w, b, True),
@@ -237,6 +363,73 @@ def test_of_nothing(platform, name, shape, argument, expected):
         result = platform.operation(name)(x, argument)
     (grad,) = platform.grad([platform.ops.sum(result)], [x])
     assert (result.shape, grad.shape) == (expected, shape)
+
+
+def test_positions_of_pooling(platform):
+    """As torch: into the flattened image."""
+    image = platform.from_numpy(np.array([[[[1.0, 9, 2], [3, 4, 8]]]], np.float32))
+    found, places = platform.operation("max_pool2d")(image, 2, 1, return_indices=True)
+    assert platform.to_numpy(found).tolist() == [[[[9, 9]]]]
+    assert platform.to_numpy(places).tolist() == [[[[1, 1]]]]
+
+
+IMAGES = {
+    "max_pool2d": lambda run, x: run("max_pool2d")(x, 2),
+    "max_pool1d": lambda run, x: run("max_pool1d")(x.reshape(x.shape[0], x.shape[1], 16), 2),
+    "avg_pool2d": lambda run, x: run("avg_pool2d")(x, 2),
+    "adaptive_avg_pool2d": lambda run, x: run("adaptive_avg_pool2d")(x, 2),
+    "interpolate": lambda run, x: run("interpolate")(x, scale_factor=2, mode="bilinear"),
+    "median": lambda run, x: run("median")(x, 2)[0],
+    "index_fill": lambda run, x: run("index_fill")(x, 2, Tensor([1]), 0.5),
+}
+
+
+def gradients(platform, call, *arrays):
+    """The result of a call, and the gradients of its sum."""
+    leaves = [platform.from_numpy(array.astype(np.float32)) for array in arrays]
+    for leaf in leaves:
+        platform.set_requires_grad(leaf, True)
+    with platform.enable_grad():
+        result = call(*leaves)
+    return result, [platform.to_numpy(grad) for grad in platform.grad([platform.ops.sum(result)], leaves)]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("shape", [(0, 2, 4, 4), (3, 0, 4, 4)])
+def test_images_of_nothing(platform, name, shape):
+    """A rank may have no images, or no channels."""
+    full = IMAGES[name](platform.operation, Tensor(np.ones([max(n, 1) for n in shape], np.float32)))
+    result, (grad,) = gradients(platform, lambda x: IMAGES[name](platform.operation, x), np.zeros(shape))
+    assert (result.shape, grad.shape) == ((*shape[:2], *full.shape[2:]), shape)
+
+
+@pytest.mark.parametrize("empty", ["images", "channels", "filters"])
+def test_convolutions_of_nothing(platform, empty):
+    x, weight, bias = np.ones((2, 3, 4, 5)), np.ones((4, 3, 2, 2)), np.ones(4)
+    x = x[:0] if empty == "images" else x
+    if empty == "channels":
+        x, weight = x[:, :0], weight[:, :0]
+    if empty == "filters":
+        weight, bias = weight[:0], bias[:0]
+    result, grads = gradients(platform, platform.operation("conv2d"), x, weight, bias)
+    expected = np.ones((len(x), len(weight), 3, 4))
+    np.testing.assert_array_equal(result.asnumpy(), expected)  # the bias alone
+    for grad, wanted in zip(grads, [0 * x, 0 * weight, expected.sum((0, 2, 3))], strict=True):
+        np.testing.assert_array_equal(grad, wanted)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_in_bfloat16(platform, name):
+    x = values(2, 2, 4, 4).astype(np.float32)
+    full = IMAGES[name](platform.operation, Tensor(x))
+    half = IMAGES[name](platform.operation, Tensor(x).astype(ms.bfloat16))
+    assert half.dtype == ms.bfloat16
+    np.testing.assert_allclose(half.astype(ms.float32).asnumpy(), full.asnumpy(), atol=0.02)
+
+
+def test_a_scale_without_a_size_is_refused(platform):
+    with pytest.raises(CapabilityError, match="takes sizes only; give size="):
+        platform.operation("interpolate")(Tensor(np.ones((1, 1, 3), np.float32)), scale_factor=1.5)
 
 
 def test_running_statistics(platform):

@@ -82,7 +82,6 @@ def test_state_is_placed_as_its_parameter(platform):
 
 
 REFUSED = {
-    "nn.AdaFactor": lambda parameters: nn.AdaFactor(parameters),
     "nn.Lamb": lambda parameters: nn.Lamb(parameters, 0.1),
     "nn.Lamb, groups": lambda parameters: nn.Lamb([{"params": parameters}], 0.1),
     "nn.LARS": lambda parameters: nn.LARS(nn.Momentum(parameters, 0.1, 0.9))(

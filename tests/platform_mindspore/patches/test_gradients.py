@@ -11,11 +11,13 @@ import hp_fsdp
 from hp_dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing import run_ranks
-from hp_platform_mindspore.patches.optimizers import ELEMENTWISE
+from hp_platform_mindspore.patches.optimizers import ELEMENTWISE, ON_FULL
 
 RNG = np.random.default_rng(5)
 WEIGHT, BIAS, BATCH = (RNG.normal(size=shape).astype(np.float32) for shape in ((5, 4), (5,), (3, 4)))
-OPTIMIZERS = sorted((kind for kind in ELEMENTWISE if "experimental" not in kind.__module__), key=lambda k: k.__name__)
+OPTIMIZERS = sorted(
+    (kind for kind in ELEMENTWISE | ON_FULL if "experimental" not in kind.__module__), key=lambda k: k.__name__
+)
 
 
 class Net(nn.Cell):
@@ -175,7 +177,7 @@ def test_vjp_is_refused(platform):
 
 
 def trained(net, x, kind):
-    options = {"momentum": 0.9} if kind is nn.Momentum else {}
+    options = {nn.Momentum: {"momentum": 0.9}, nn.AdaFactor: {"relative_step": False}}.get(kind, {})
     parameters = [net.dense.weight, net.dense.bias]
     step = nn.TrainOneStepCell(net, kind(parameters, learning_rate=0.02, **options))
     losses = [float(array(step(x))) for _ in range(3)]
@@ -187,13 +189,14 @@ def test_a_train_step_cell_trains_as_one_device(platform, kind):
     expected = trained(Net(), Tensor(BATCH), kind)
     assert not np.allclose(expected[1], WEIGHT, atol=1e-5)
     makes = (*MODELS.values(), hybrid, lambda platform: fully_sharded(platform, dim=1))
-    for make in makes if kind in (nn.Momentum, nn.Adam, nn.AdamWeightDecay) else (fully_sharded,):
+    for make in makes if kind in (nn.Momentum, nn.Adam, nn.AdamWeightDecay, nn.AdaFactor) else (fully_sharded,):
         for found in run_ranks(lambda make=make: trained(*make(platform), kind), 2, platform):
             for each, wanted in zip(found, expected, strict=True):
                 np.testing.assert_allclose(each, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_centralized_gradients_are_those_of_full_gradients(platform):
+@pytest.mark.parametrize("dim", [0, 1])
+def test_centralized_gradients_are_those_of_full_gradients(platform, dim):
     """On CPU MindSpore leaves this shape as it is, and has no kernel for 16 columns, as one rank's shard has."""
 
     def train(net):
@@ -202,11 +205,8 @@ def test_centralized_gradients_are_those_of_full_gradients(platform):
         return [float(array(step(Tensor(BATCH[0, 0])))) for _ in range(3)], array(net.scale)
 
     def program():
-        placed = {"shard_placement_fn": lambda x: Shard(1)}
-        by_columns = hp_fsdp.fully_shard(Single((5, 31)), mesh_of(platform), **placed)
-        with pytest.raises(CapabilityError, match=r"grad_centralization of parameter .* needs means over sharded dim"):
-            train(by_columns)
-        return train(hp_fsdp.fully_shard(Single((5, 31)), mesh_of(platform)))
+        sharded = {"shard_placement_fn": lambda x: Shard(dim)}
+        return train(hp_fsdp.fully_shard(Single((5, 31)), mesh_of(platform), **sharded))
 
     expected = train(Single((5, 31)))
     assert np.abs(expected[1] - 1).max() > 1e-3
@@ -224,12 +224,13 @@ class Single(nn.Cell):
         return ops.sum(ops.square(x * self.scale))
 
 
-@pytest.mark.parametrize("kind", [nn.Adagrad, nn.LazyAdam, nn.AdamOffload, nn.AdamWeightDecay])
+@pytest.mark.parametrize("kind", [nn.Adagrad, nn.LazyAdam, nn.AdamOffload, nn.AdaFactor, nn.AdamWeightDecay])
 def test_empty_shards_are_no_obstacle(platform, kind):
     """A parameter of one element leaves one rank with an empty shard."""
 
     def train(net):
-        step = nn.TrainOneStepCell(net, kind(net.trainable_params(), learning_rate=0.02))
+        options = {} if kind is nn.AdaFactor else {"learning_rate": 0.02}
+        step = nn.TrainOneStepCell(net, kind(net.trainable_params(), **options))
         return [float(array(step(Tensor(BATCH)))) for _ in range(3)], array(net.scale)
 
     expected = train(Single())

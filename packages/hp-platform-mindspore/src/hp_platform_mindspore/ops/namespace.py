@@ -227,21 +227,18 @@ CPU_KERNELS: dict[str, Callable[..., Any]] = {
 }
 """By canonical name, on plain tensors, with torch's order of arguments."""
 
-_IMAGES = "index the windows and use matmul, sum or amax"
 _SORTED = "sort along the dimension and pick by position"
 NOT_COMPOSED: dict[str, str] = {
-    **{f"{kind}{n}d": _IMAGES for kind in ("conv", "conv_transpose", "max_pool", "avg_pool") for n in (1, 2, 3)},
-    **{f"adaptive_{kind}_pool{n}d": _IMAGES for kind in ("avg", "max") for n in (1, 2, 3)},
-    **dict.fromkeys(("im2col", "col2im"), _IMAGES),
-    "interpolate": "multiply each dimension by a matrix of weights",
-    **dict.fromkeys(("median", "nanmedian", "mode", "kthvalue", "quantile", "nanquantile"), _SORTED),
+    **{f"conv_transpose{n}d": "multiply by a matrix of the kernel" for n in (1, 2, 3)},
+    "adaptive_max_pool3d": "use max_pool3d with the kernel size that gives the wanted size",
+    **dict.fromkeys(("im2col", "col2im"), "index the windows and use matmul"),
+    **dict.fromkeys(("mode", "kthvalue", "quantile", "nanquantile"), _SORTED),
     **dict.fromkeys(("cummax", "cummin"), "use amax or amin of slices"),
     **dict.fromkeys(("scatter_reduce", "index_reduce"), "use scatter_add or index_add for sums"),
     "index_copy": "use scatter",
-    "index_fill": "use masked_fill",
     "unique_consecutive": "compare neighbours",
 }
-"""Operations with a sharding rule that MindSpore's CPU lacks and that are not composed; what to use instead."""
+"""Operations with a sharding rule for which MindSpore's CPU lacks kernels or their gradients; what to use instead."""
 
 
 def check_composed(name: str) -> None:
@@ -253,8 +250,8 @@ def check_composed(name: str) -> None:
     # In-place forms are made of the operations.
     if (instead := NOT_COMPOSED.get(name.removesuffix("_"))) is not None:
         raise CapabilityError(
-            f"{name} of DTensors is not composed for MindSpore's CPU, which lacks kernels for it. Run it on Ascend, if "
-            f"MindSpore has it there, or on the torch platform; here, {instead}"
+            f"{name} of DTensors does not run on MindSpore's CPU, which lacks kernels for it or its gradient. Run it "
+            f"on Ascend, if MindSpore has it there, or on the torch platform; here, {instead}"
         )
 
 
@@ -264,8 +261,8 @@ _OWN = """
     conv_transpose2d avg_pool1d avg_pool2d avg_pool3d max_pool2d adaptive_avg_pool1d adaptive_avg_pool2d
     adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d batch_norm interpolate
 """
-# Kernels that find positions on the host, which only a CPU's memory allows.
-_ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS}) - {
+# Kernels that find positions on the host, which only a CPU's memory allows, or are MindSpore's for a CPU.
+_ON_HOST = ({"copysign", "fmin", *reductions.ORDER_KERNELS, *scattering.KERNELS, *nn.IMAGE_KERNELS}) - {
     "aminmax",
     "searchsorted",
     "bucketize",

@@ -1,8 +1,9 @@
 """Replacements that let MindSpore's optimizers step on the local data of DTensor parameters.
 
 The step of an elementwise optimizer computes every element from its own gradient and state, which are placed as the
-parameter is. Those that use statistics of an entire parameter are refused. To support another one, add it to
-`ELEMENTWISE`, which the tests read.
+parameter is. One that uses statistics of an entire parameter steps on full parameters and gradients, gathered for the
+step, with full state on every rank. Those with kernels of unknown content, or none on CPU, are refused. To support
+another one, add it to `ELEMENTWISE` or `ON_FULL`, which the tests read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mindspore.experimental import optim
 from mindspore.graph.api import _pynative_executor as executor
 
 from hp_dtensor.exceptions import CapabilityError, PlacementError
-from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, local_gradient
+from hp_platform_mindspore.tensor.autograd import GradMode
+from hp_platform_mindspore.tensor.dtensor import LocalOperations, MindSporeDTensor, local_gradient, wrap_gradient
 
 # Compared by exact type: what a subclass adds need not be elementwise.
 ELEMENTWISE = frozenset(
@@ -50,6 +52,9 @@ ELEMENTWISE = frozenset(
         nn.SGD,
     }
 )
+
+# They use statistics of an entire parameter.
+ON_FULL = frozenset({nn.AdaFactor})
 
 # Their CPU kernels access the wrong memory where data starts at an offset in a buffer, or refuse empty shards.
 WITHOUT_VIEWS = frozenset({nn.Adagrad, nn.AdamOffload, nn.AdamWeightDecay})
@@ -86,7 +91,7 @@ def checking_at_start(own: Callable[..., None]) -> Callable[..., None]:
 def _check(optimizer: Any, parameters: Iterable[Any]) -> None:
     # Plain parameters are MindSpore's own affair.
     added = _distributed(parameters)
-    if added and type(optimizer) not in ELEMENTWISE:
+    if added and type(optimizer) not in ELEMENTWISE | ON_FULL:
         raise _refusal(optimizer)
     for parameter in added:
         if parameter.spec.is_partial:
@@ -111,7 +116,10 @@ def _distributed(parameters: Iterable[Any]) -> list[Any]:
 
 def _refusal(optimizer: Any) -> CapabilityError:
     kind = type(optimizer)
-    of = {package: sorted(each.__name__ for each in ELEMENTWISE if package in each.__module__) for package in PACKAGES}
+    of = {
+        package: sorted(each.__name__ for each in ELEMENTWISE | ON_FULL if package in each.__module__)
+        for package in PACKAGES
+    }
     known = ", or ".join(f"one of {package} ({', '.join(names)})" for package, names in of.items())
     return CapabilityError(
         f"{kind.__module__}.{kind.__qualname__} does not take DTensor parameters: use {known}, or one of "
@@ -133,21 +141,23 @@ def stepping_on_shards(own: Callable[..., Any]) -> Callable[..., Any]:
         if not distributed:
             with _unrecorded():
                 return own(self, *args, **kwargs)
-        if type(self) not in ELEMENTWISE:
+        if type(self) not in ELEMENTWISE | ON_FULL:
             raise _refusal(self)  # it has parameters of another optimizer, as LARS has
-        _check_centralization(self)
         # The only argument, by position or by name.
         (gradients,) = (*args, *kwargs.values())
         local = _local_gradients(self.parameters, gradients)
         with _unrecorded():
-            takes_views = type(self) not in WITHOUT_VIEWS
-            if not takes_views:
-                # Copies at offset 0; see WITHOUT_VIEWS.
-                local = tuple(_filled_copy(gradient, 0) for gradient in local)
-                states = (x for x in self.get_parameters() if isinstance(x, MindSporeDTensor) and 0 in x._shape)
-                distributed = list({id(x): x for x in (*distributed, *states)}.values())
-            with LocalOperations(), _contiguous(distributed, takes_views):
-                result = own(self, local)
+            if _steps_on_full(self):
+                result = _step_on_full(self, own, local)
+            else:
+                takes_views = type(self) not in WITHOUT_VIEWS
+                if not takes_views:
+                    # Copies at offset 0; see WITHOUT_VIEWS.
+                    local = tuple(_filled_copy(gradient, 0) for gradient in local)
+                    states = (x for x in self.get_parameters() if isinstance(x, MindSporeDTensor) and 0 in x._shape)
+                    distributed = list({id(x): x for x in (*distributed, *states)}.values())
+                with LocalOperations(), _contiguous(distributed, takes_views):
+                    result = own(self, local)
         for parameter in distributed:
             # The step ran on local data, so the DTensor's version has not changed.
             parameter._spec.mesh.platform.count_write(parameter)
@@ -201,15 +211,47 @@ def _filled_copy(x: Tensor, value: int) -> Tensor:
     return mint.mul(x, 1) if 0 not in x.shape else Tensor(np.full((1,) * len(x.shape), value), x.dtype)
 
 
-def _check_centralization(optimizer: Any) -> None:
-    """Refuse to subtract means of gradients over dimensions that are sharded: they would be those of the shards."""
+def _steps_on_full(optimizer: Any) -> bool:
+    """Return True if a step needs full gradients: of the entire parameters, or to subtract means along sharded dims."""
+    if type(optimizer) in ON_FULL:
+        return True
+    centralized = getattr(optimizer, "grad_centralization_flags", ())
     # The mean is over all dimensions but the first one.
-    for flag, x in zip(getattr(optimizer, "grad_centralization_flags", ()), optimizer.parameters, strict=False):
-        if flag and isinstance(x, MindSporeDTensor) and any(getattr(placement, "dim", 0) for placement in x.placements):
-            raise CapabilityError(
-                f"grad_centralization of parameter {x.name!r}, {x.spec!r}, needs means over sharded dimensions; shard "
-                "its first dimension, or turn grad_centralization off for it"
-            )
+    return any(
+        flag and isinstance(x, MindSporeDTensor) and any(getattr(placement, "dim", 0) for placement in x.placements)
+        for flag, x in zip(centralized, optimizer.parameters, strict=False)
+    )
+
+
+def _step_on_full(optimizer: Any, own: Callable[..., Any], local: Sequence[Any]) -> Any:
+    """Step on full parameters, state and gradients, and keep this rank's shard of the results.
+
+    Every rank computes the same. The full copies are reused in all steps, because graphs compiled for a step keep their
+    addresses.
+    """
+    distributed = list({id(x): x for x in optimizer.get_parameters() if isinstance(x, MindSporeDTensor)}.values())
+    shards = [Tensor.data.__get__(x) for x in distributed]
+    with GradMode(False):
+        gradients = tuple(
+            wrap_gradient(parameter, gradient).full_tensor() if isinstance(parameter, MindSporeDTensor) else gradient
+            for parameter, gradient in zip(optimizer.parameters, local, strict=True)
+        )
+        for x in distributed:
+            full = x.full_tensor()
+            if "_step_full" not in x.__dict__:
+                x._step_full = mint.mul(full, 1)
+            x._spec.mesh.platform.copy_(x._step_full, full)
+    try:
+        for x in distributed:
+            Tensor.data.__set__(x, x._step_full)
+        with LocalOperations():
+            result = own(optimizer, gradients)
+    finally:
+        for x, shard in zip(distributed, shards, strict=True):
+            Tensor.data.__set__(x, shard)
+    for x in distributed:
+        x.assign_value(x._step_full)
+    return result
 
 
 def _local_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> tuple[Any, ...]:

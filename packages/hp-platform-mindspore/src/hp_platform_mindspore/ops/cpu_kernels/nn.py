@@ -1,4 +1,4 @@
-"""Softmax, normalizations and losses, with torch's arguments and reductions."""
+"""Convolutions, pools, softmax, normalizations and losses, with torch's arguments and reductions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
+from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
 from hp_platform_mindspore.tensor.memory import numbers, store
@@ -207,6 +208,194 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
     return (reductions.total if reduction == "sum" else reductions.mean)(losses)
 
 
+# Convolutions and pools --------------------------------------------------------------------------------------
+
+
+def _per_dimension(value: Any, count: int) -> tuple[Any, ...]:
+    """Return one number for each of `count` spatial dimensions."""
+    items = (value,) if isinstance(value, (int, float)) else tuple(value)
+    return items * count if len(items) == 1 else items
+
+
+def _of_images(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return an operation on `[batch, channels, positions...]` that also takes one image, and half precision."""
+
+    def of_any(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.ndim == count + 2:
+            # MindSpore's kernels lack bfloat16.
+            found = operation(pointwise.widened(x), *args, **kwargs)
+            if isinstance(found, tuple):
+                return pointwise.narrowed(found[0], x.dtype), found[1]
+            return pointwise.narrowed(found, x.dtype)
+        found = of_any(mint.unsqueeze(x, 0), *args, **kwargs)
+        return tuple(mint.squeeze(y, 0) for y in found) if isinstance(found, tuple) else mint.squeeze(found, 0)
+
+    return of_any
+
+
+def _convolution(operation: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
+    """Return a convolution of MindSpore with torch's arguments."""
+
+    def conv(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        if isinstance(padding, str):
+            mode, pads = padding, (0,) * count
+        else:
+            pads = _per_dimension(padding, count)
+            mode = "pad" if any(pads) else "valid"
+        options = (_per_dimension(stride, count), mode, pads, _per_dimension(dilation, count))
+        weight = pointwise.widened(weight)
+        if is_empty(x, weight):
+            # MindSpore's kernels fail on no elements, in backward too.
+            one = operation(_zeros_of_one(x), _zeros_of_one(weight), None, *options)
+            result = filled(0, (x.shape[0], weight.shape[0], *one.shape[2:]), x, weight)
+        else:
+            result = operation(x, weight, None, *options, groups)
+        return _affine(result, None, bias, (1, -1, *[1] * count))
+
+    return _of_images(conv, count)
+
+
+def _zeros_of_one(x: Tensor) -> Tensor:
+    """Return zeros with the positions of `x`, of one image and one channel."""
+    return mint.zeros((1, 1, *x.shape[2:]), dtype=x.dtype)
+
+
+def _pool(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return a pool that takes no elements too, on which MindSpore's kernels fail."""
+
+    def pool(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not is_empty(x):
+            return operation(x, *args, **kwargs)
+        one = operation(_zeros_of_one(x), *args, **kwargs)
+        places = one[1:] if isinstance(one, tuple) else ()
+        shape = (*x.shape[:2], *(one[0] if places else one).shape[2:])
+        values = filled(0, shape, x)
+        return (values, mint.zeros(shape, dtype=places[0].dtype)) if places else values
+
+    return _of_images(pool, count)
+
+
+def _max_pool(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
+    """Return a max pool of MindSpore with torch's arguments."""
+
+    def pool(
+        x: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> Any:
+        return operation(
+            x,
+            _per_dimension(kernel_size, count),
+            _steps(stride, kernel_size, count),
+            _per_dimension(padding, count),
+            _per_dimension(dilation, count),
+            ceil_mode=ceil_mode,
+            return_indices=return_indices,
+        )
+
+    return _pool(pool, count)
+
+
+def _average_pool(operation: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
+    """Return an average pool of MindSpore with torch's arguments."""
+
+    def pool(
+        x: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Tensor:
+        kernel = _per_dimension(kernel_size, count)
+        # MindSpore takes the padding before and after each dimension.
+        pads = tuple(pad for pad in _per_dimension(padding, count) for _ in range(2))
+        steps = _steps(stride, kernel_size, count)
+        return operation(x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override or 0)
+
+    return _pool(pool, count)
+
+
+def _steps(stride: Any, kernel_size: Any, count: int) -> tuple[int, ...]:
+    return _per_dimension(kernel_size if stride in (None, (), []) else stride, count)
+
+
+def _of_one_row(pool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a pool of one dimension: one of two dimensions on an image of one row."""
+
+    def of_row(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any) -> Any:
+        steps, pads = _steps(stride, kernel_size, 1), _per_dimension(padding, 1)
+        kernel = _per_dimension(kernel_size, 1)
+        found = pool(mint.unsqueeze(x, -2), (1, *kernel), (1, *steps), (0, *pads), *args, **kwargs)
+        return tuple(mint.squeeze(y, -2) for y in found) if isinstance(found, tuple) else mint.squeeze(found, -2)
+
+    return of_row
+
+
+_adaptive_average = _pool(ops.adaptive_avg_pool2d, 2)
+
+
+def _adaptive_average_of_row(x: Tensor, output_size: Any) -> Tensor:
+    # MindSpore's refuses sizes that are no multiple of the new one.
+    return mint.squeeze(_adaptive_average(mint.unsqueeze(x, -2), (1, *_per_dimension(output_size, 1))), -2)
+
+
+def _interpolate(
+    x: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+) -> Tensor:
+    """Resize `[batch, channels, positions...]` to `size`, or by `scale_factor`; arguments are torch's.
+
+    Raises:
+        CapabilityError: a scale whose product with the old size is no integer: torch computes positions with the given
+            scale, MindSpore with the quotient of the sizes.
+    """
+    if size is None:
+        scaled = [old * scale for old, scale in zip(x.shape[2:], _per_dimension(scale_factor, x.ndim - 2), strict=True)]
+        if not recompute_scale_factor and any(abs(new - round(new)) > 1e-6 for new in scaled):
+            raise CapabilityError(
+                f"interpolate by {scale_factor} to sizes {scaled}: MindSpore's CPU takes sizes only; give size=, or "
+                "recompute_scale_factor=True"
+            )
+        size = tuple(math.floor(new + 1e-6) for new in scaled)
+    return ops.interpolate(x, _per_dimension(size, x.ndim - 2), mode=mode, align_corners=align_corners)
+
+
+IMAGE_KERNELS: dict[str, Callable[..., Any]] = {
+    **{f"conv{n}d": _convolution(getattr(ops, f"conv{n}d"), n) for n in (1, 2, 3)},
+    "max_pool1d": _of_one_row(_max_pool(ops.max_pool2d, 2)),
+    "max_pool2d": _max_pool(ops.max_pool2d, 2),
+    "max_pool3d": _max_pool(ops.max_pool3d, 3),
+    "avg_pool1d": _of_one_row(_average_pool(ops.avg_pool2d, 2)),
+    "avg_pool2d": _average_pool(ops.avg_pool2d, 2),
+    "avg_pool3d": _average_pool(ops.avg_pool3d, 3),
+    "adaptive_avg_pool1d": _adaptive_average_of_row,
+    "adaptive_avg_pool2d": _adaptive_average,
+    "adaptive_avg_pool3d": _pool(ops.adaptive_avg_pool3d, 3),
+    "adaptive_max_pool1d": _pool(ops.adaptive_max_pool1d, 1),
+    "adaptive_max_pool2d": _pool(ops.adaptive_max_pool2d, 2),
+    "interpolate": lambda x, *args, **kwargs: _pool(_interpolate, x.ndim - 2)(x, *args, **kwargs),
+}
+"""MindSpore's own kernels. On Ascend the functions of `mindspore.mint` are used instead."""
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
@@ -226,4 +415,5 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "mse_loss": _elementwise(lambda d: d * d),
     "l1_loss": _elementwise(mint.abs),
     "huber_loss": _elementwise(_huber),
+    **IMAGE_KERNELS,
 }

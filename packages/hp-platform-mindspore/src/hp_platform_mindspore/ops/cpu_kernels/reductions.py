@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
@@ -247,6 +248,21 @@ def _selected(x: Tensor, dim: int, position: Array, keepdim: bool) -> tuple[Tens
     return (values, where) if keepdim else (mint.squeeze(values, dim), mint.squeeze(where, dim))
 
 
+def median(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `median` or `nanmedian` of MindSpore with torch's arguments; without a dimension, the value of all."""
+
+    def found(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+        if dim is None:
+            return found(flattened(x), 0)[0]
+        if is_empty(x):
+            shape = reduced_shape(x, dim, keepdim)
+            return filled(0, shape, x), mint.zeros(shape, dtype=ms.int64)
+        values, places = operation(pointwise.widened(x), dim, keepdim)
+        return pointwise.narrowed(values, x.dtype), places
+
+    return found
+
+
 def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     dims = tuple(range(x.ndim)) if dim is None else dim
     return amin(x, dims, keepdim), amax(x, dims, keepdim)
@@ -261,6 +277,8 @@ ORDER_KERNELS: dict[str, Callable[..., Any]] = {
     "max": max_or_min("max"),
     "min": max_or_min("min"),
     "aminmax": aminmax,
+    "median": median(ops.median),
+    "nanmedian": median(ops.nanmedian),
     "searchsorted": lambda boundaries, x, right=False: mint.searchsorted(boundaries, x, right=right),
     "bucketize": lambda x, boundaries, right=False: mint.searchsorted(boundaries, x, right=right),
 }

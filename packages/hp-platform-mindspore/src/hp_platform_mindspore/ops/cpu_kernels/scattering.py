@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
@@ -149,10 +150,17 @@ def _chosen(values: Array, inverse: Array, counts: Array, with_inverse: bool, wi
     return tuple(found) if extra else found[0]
 
 
+def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    if is_empty(x, index):
+        return pointwise.clone(x)
+    return ops.index_fill(x, dim, pointwise.cast(index, ms.int32), value)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
     "scatter": scatter,
     "scatter_add": scatter_add,
     "index_add": index_add,
+    "index_fill": index_fill,
     "index_put_": index_put,
     "take_along_dim": take_along_dim,
     "masked_select": masked_select,
