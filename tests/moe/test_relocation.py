@@ -26,7 +26,6 @@ from hp_moe import (
     expert_placement,
     grouped_matmul,
     move_experts,
-    place_copies_of_experts,
     place_experts,
     return_experts,
     set_expert_placement,
@@ -407,19 +406,6 @@ def test_experts_move_without_room_for_copies(platform):
         assert update_expert_copies(layer, loads) == {"": ((), ())}
 
     run_ranks(rank, 2, platform)
-
-
-def test_the_former_name_of_update_expert_copies_warns(platform):
-    loads = {"": LoadMetrics.of([9, 9, 0, 0, 0, 0])}
-
-    def rank():
-        _, layer, _ = made(ExpertParallel(COPYING), (2,), ("ep",))
-        return update_expert_copies(layer, loads), place_copies_of_experts(layer, loads)
-
-    # Outside of the ranks' threads, as the list of warnings is the process's.
-    with pytest.warns(FutureWarning, match="removed in 0.3.0: use `update_expert_copies`"):
-        results = run_ranks(rank, 2, platform)
-    assert all(new == old and any(new[""]) for new, old in results)
 
 
 def test_own_experts_move_and_have_copies_too(platform):

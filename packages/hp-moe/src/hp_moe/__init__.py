@@ -44,7 +44,6 @@ from hp_moe.grouped_gemm import GroupedMatmul, GroupSizes, grouped_bias, grouped
 from hp_moe.load_balance import (
     LoadMetrics,
     moe_layers,
-    place_copies_of_experts,
     update_expert_bias,
     update_expert_copies,
 )
@@ -108,7 +107,6 @@ __all__ = [
     "moe_options",
     "move_experts",
     "place_copies",
-    "place_copies_of_experts",
     "place_experts",
     "ranks_per_token",
     "record_routing",

@@ -46,11 +46,7 @@ class Family:
     is_interleaved: bool = False
 
     def options(self, config: Config) -> dict[str, Any]:
-        """Return the keyword arguments of `MoE` for a configuration.
-
-        Raises:
-            MoEConfigError: an entry is missing or not supported.
-        """
+        """Return the keyword arguments of `MoE` for a configuration; a missing or unsupported entry raises."""
         try:
             return self.read_options(config)
         except KeyError as error:
@@ -58,11 +54,7 @@ class Family:
 
 
 def family_of(config: Config) -> Family:
-    """Return the family of a Hugging Face configuration.
-
-    Raises:
-        MoEConfigError: the `model_type` is unknown.
-    """
+    """Return the family of a Hugging Face configuration; an unknown `model_type` raises."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         raise MoEConfigError(f"model_type: expected one of {', '.join(sorted(FAMILIES))}, got {kind!r}")

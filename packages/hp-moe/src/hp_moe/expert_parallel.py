@@ -65,11 +65,7 @@ class BaseExpertParallel(ParallelStyle):
     mesh_ndims: tuple[int, ...] = (1,)
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
-        """Apply the style to `module`, a `MoE` or experts with plain weights, and return it.
-
-        Raises:
-            ExpertParallelError: the module is not supported, or the mesh has another number of axes.
-        """
+        """Apply the style to `module`, a `MoE` or experts with plain weights, and return it."""
         experts = module.experts if isinstance(module, MoE) else module
         self._check(experts, device_mesh)
         # Before the weights are sharded: `w1` still has the experts of all ranks.

@@ -113,11 +113,7 @@ _BY_NAME = {
 
 @functools.cache
 def find_activation(activation: str | Activation) -> Activation:
-    """Return the activation of this name, or `activation` itself.
-
-    Raises:
-        MoEConfigError: no activation has this name; the message lists the known names.
-    """
+    """Return the activation of this name, or `activation` itself."""
     if isinstance(activation, Activation):
         return activation
     if activation == "clamped_swiglu":
@@ -409,15 +405,7 @@ class FusedExperts(Protocol):
 
 
 def fused_experts(sent: Dispatched, weights: tuple[Tensor, ...], score_before_experts: bool) -> Tensor | None:
-    """Apply SwiGLU experts to dispatched rows with the platform's fused kernels. Differentiable.
-
-    Args:
-        weights: local `w1`, `w2`, `w3` as in `GroupedExperts`.
-
-    Returns:
-        `[rows, dim]`, for each of `sent.rows` the (weighted) sum of its experts' results. None if the platform has no
-        kernels for this, or the rows are already in expert-major order.
-    """
+    """Apply SwiGLU experts to dispatched rows, summed per row, by the platform's kernels; None: it has none."""
     if sent.permutation is None:
         return None
     fused = _implementation(sent.sizes.platform)
@@ -451,12 +439,7 @@ WEIGHTS = ("w1", "w2", "w3", "b1", "b2", "b3")
 
 @dataclass(frozen=True)
 class Call:
-    """State of one call of an experts module, from its forward pre-hook to its forward hook.
-
-    Attributes:
-        dispatched: the record for the dispatcher's `combine`.
-        scores: float32 `[rows, 1]`, factors of the results; None if results are not weighted or inputs were.
-    """
+    """State of one call of an experts module, from its forward pre-hook to its forward hook."""
 
     dispatched: Dispatched
     scores: Tensor | None
@@ -492,14 +475,7 @@ class ExpertHooks:
         return int(self.module.w1.shape[0])
 
     def dispatch(self, module: Module, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        """Return the rows of this rank's experts in expert-major order, and the number of rows of each.
-
-        Args:
-            inputs: tokens and their `Routing`, or rows in expert-major order and the counts of all experts.
-
-        Raises:
-            ExpertParallelError: the counts do not describe the rows.
-        """
+        """Return the rows of this rank's experts in expert-major order, and their counts, of tokens or of such rows."""
         x, routing = inputs
         with reported_faults(self.dispatcher, self.platform, x):
             if not isinstance(routing, Routing):
@@ -561,10 +537,7 @@ def dispatcher_of(module: Module, platform: Platform) -> TokenDispatcher:
 
 
 def run_experts(module: Module, platform: Platform, x: Tensor, routing: Routing) -> Tensor:
-    """Apply an experts module that takes rows in expert-major order and counts; returns `[tokens, dim]`.
-
-    The module's hooks dispatch tokens. Without hooks, no style was applied and all experts are on this rank.
-    """
+    """Apply an experts module that takes rows and counts, whose hooks dispatch tokens; returns `[tokens, dim]`."""
     if _STATE in vars(module):
         results: Tensor = module(x, routing)
         return results
@@ -579,12 +552,7 @@ def install(
     dispatch: Callable[[tuple[Any, ...]], tuple[Any, ...]],
     combine: Callable[[Any], Any],
 ) -> None:
-    """Call `dispatch` before every forward of `module` and `combine` after it.
-
-    Args:
-        dispatch: maps the arguments of the call to those of the forward.
-        combine: maps the output of the forward to that of the call.
-    """
+    """Map the arguments of every forward of `module` by `dispatch`, and its output by `combine`."""
     platform = hooks.platform
     # Frameworks override the attribute assignment of modules, which must not see the hooks.
     object.__setattr__(module, _STATE, hooks)

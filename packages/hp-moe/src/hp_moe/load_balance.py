@@ -10,7 +10,6 @@ import numpy
 
 from hp_dtensor.comm.collectives import all_reduce_data
 from hp_dtensor.comm.mesh import DeviceMesh
-from hp_dtensor.deprecation import deprecated
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.selection import get_platform
 from hp_moe.dispatch import ReplicatingDispatcher
@@ -156,22 +155,6 @@ def update_expert_copies(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[s
         if isinstance(dispatcher, ReplicatingDispatcher) and loads[name].tokens:
             placed[name] = dispatcher.place_copies(loads[name].loads)
     return placed
-
-
-@deprecated(since="0.2.0", removal="0.3.0", instead="`update_expert_copies`")
-def place_copies_of_experts(model: Any, loads: Mapping[str, LoadMetrics]) -> dict[str, CopyPlacement]:
-    """Call `update_expert_copies`, which is the name of this function from 0.2.0 on.
-
-    Examples:
-        >>> import warnings
-        >>> with nn.building(platform):
-        ...     model = MoE(dim=4, hidden_dim=8, num_experts=4, top_k=2)
-        >>> y = model(platform.ops.ones((3, 4), platform.dtype("float32")))
-        >>> with warnings.catch_warnings(action="ignore"):
-        ...     place_copies_of_experts(model, update_expert_bias(model))  # all experts are on this rank
-        {}
-    """
-    return update_expert_copies(model, loads)
 
 
 def _write(layer: MoE, buffer: str, value: numpy.ndarray) -> None:

@@ -75,11 +75,7 @@ class LocalRegion:
         return mine * (1 if self.outer is None else self.outer.num_ranks)
 
     def shard_like_rows(self, x: Tensor) -> Tensor:
-        """Return this rank's shard of a tensor with one number for each token of the input, without gradients.
-
-        Args:
-            x: shaped like the input without its last dimension; plain and unsharded, or distributed.
-        """
+        """Return this rank's shard of a number for each token of the input, plain or distributed, without gradients."""
         if self.outer is not None:
             x = self.outer.shard_like_rows(x)
         if self.mesh is None:
@@ -108,12 +104,7 @@ class LocalRegion:
         return mine * (1 if self.outer is None else self.outer.num_token_ranks)
 
     def over_sequences(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Return a function of full sequences for this rank's rows, without gradients.
-
-        Args:
-            function: maps `[..., length, width]`, with full sequences, to a tensor of the same shape.
-            x: this rank's values, shaped like `rows` except for the last dimension.
-        """
+        """Return a function of full sequences `[..., length, width]` for this rank's values, without gradients."""
         outer = function if self.outer is None else functools.partial(self.outer.over_sequences, function)
         # Where results are partial sums, this rank has the rows of all.
         if self.mesh is None or any(p.is_partial() for p in self.local_placements):
@@ -442,11 +433,7 @@ class MoE(nn.Module):
         return self.ops.reshape(local, (math.prod(local.shape),))
 
     def _validated_ids(self, ids: Tensor | None, rows: Tensor) -> tuple[Tensor | None, ExpertParallelError | None]:
-        """Return ids that are safe to look up, and the error of the given ones, if any.
-
-        Auxiliary losses and capacity run collectives before tokens are dispatched. A rank with invalid ids takes part
-        in them with ids of zero, and raises afterwards, where all ranks are informed.
-        """
+        """Return ids that are safe to look up, and the error of the given ones, to raise after the collectives."""
         num_tokens, vocab_size = int(rows.shape[0]), self.router.hash_vocab_size
         if vocab_size is None or not self.router.takes_ids:
             return ids, None
@@ -493,10 +480,7 @@ class MoE(nn.Module):
         return self.platform.to_numpy(self._per_row(of_input, region))
 
     def _token_numbers(self, region: LocalRegion, shape: tuple[int, ...]) -> numpy.ndarray:
-        """Return the global number of each token, counting inputs in rank order and then positions.
-
-        This gathers the number of tokens of every rank, so only jitter calls it.
-        """
+        """Return the global number of each token, by rank and position; it gathers the lengths of all ranks."""
         positions = self._positions(region, shape)
         if self.token_mesh is None:
             return positions

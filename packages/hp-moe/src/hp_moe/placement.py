@@ -59,11 +59,7 @@ def place_experts(
 
 
 def check_placement(placement: Sequence[int], num_experts: int) -> ExpertPlacement:
-    """Return the placement as a tuple.
-
-    Raises:
-        ExpertParallelError: it is not a permutation of all positions.
-    """
+    """Return the placement as a tuple, if it is a permutation of all positions."""
     if sorted(placement) != list(range(num_experts)):
         raise ExpertParallelError(
             f"expert placement: expected each position from 0 to {num_experts - 1} once, got {list(placement)}"
@@ -178,10 +174,7 @@ def _all_placements(num_experts: int, num_ranks: int, slots: int) -> Iterator[Co
 
 
 def _place_greedily(loads: Sequence[int], num_ranks: int, slots: int) -> CopyPlacement:
-    """Add one copy after the other, each of an expert of the busiest rank, while that reduces the loads.
-
-    O(copies * experts * ranks² log ranks).
-    """
+    """Add one copy after the other, each of an expert of the busiest rank, while that reduces the loads."""
     copies: list[list[int]] = [[] for _ in range(num_ranks)]
     held = ranks_of_experts(len(loads), ((),) * num_ranks)
     totals = _rank_loads(loads, ((),) * num_ranks)

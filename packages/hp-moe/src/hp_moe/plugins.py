@@ -12,9 +12,5 @@ __all__ = ["hookimpl", "plugin_manager"]
 
 @functools.cache
 def plugin_manager() -> PluginManager:
-    """Return hp_moe's plugin manager, created on first use.
-
-    Raises:
-        PluginError: a plugin cannot be imported, or implements an unknown hook or one with other arguments.
-    """
+    """Return hp_moe's plugin manager, created on first use."""
     return create_plugin_manager("hp_moe", hookspecs)

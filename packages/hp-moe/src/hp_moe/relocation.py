@@ -175,12 +175,7 @@ def _move(
 
 
 def _agreed_placements(movable: Movable, choose: ChoosePlacements) -> dict[str, ExpertPlacement]:
-    """Return the placements that this rank chooses, in model order, after checking that all ranks choose the same.
-
-    Raises:
-        ExpertParallelError: on every rank, if ranks choose differently or one fails; a failing rank raises its own
-            error.
-    """
+    """Return the placements in model order that all ranks choose alike; else raise on every rank."""
     placements: dict[str, ExpertPlacement] = {}
     fault = None
     try:
@@ -259,12 +254,7 @@ def _agreed_rows(name: str, layer: MoE, dispatcher: ReplicatingDispatcher, state
 def _differing_answer(
     name: str, fault: Exception | None, mine: Sequence[Any], answers: Mapping[int, Any]
 ) -> tuple[int, Any] | None:
-    """Return a rank with another answer than this one and the first item of its answer, or None.
-
-    Raises:
-        Exception: the fault of this rank.
-        ExpertParallelError: another rank reported a fault.
-    """
+    """Return a rank with another answer and its first differing item, or None; raise the fault of a rank."""
     if fault is not None:
         raise fault
     for rank, (reported, *_) in answers.items():
@@ -274,10 +264,7 @@ def _differing_answer(
 
 
 def _groups(layer: MoE, dispatcher: ReplicatingDispatcher) -> list[ProcessGroup]:
-    """Return the groups, one per mesh axis, that together connect all ranks with shards of the layer's weights.
-
-    This includes ranks of other expert groups, which shard the same rows along another dimension or replicate them.
-    """
+    """Return the groups, one per mesh axis, that together connect all ranks with shards of the layer's weights."""
     weights = [getattr(layer.experts, each, None) for each in WEIGHTS]
     meshes = [weight.device_mesh for weight in weights if isinstance(weight, DTensor)]
     if not meshes or dispatcher.group.size == 1:

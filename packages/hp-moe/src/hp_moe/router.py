@@ -192,11 +192,7 @@ class Tape:
         self.position = 0
 
     def next(self, num_tokens: int, top_k: int) -> numpy.ndarray:
-        """Return the recorded experts of the next call, int64 `[tokens, top_k]`.
-
-        Raises:
-            ExpertParallelError: all recorded calls are used up, or the call was recorded with another shape.
-        """
+        """Return the recorded experts of the next call, int64 `[tokens, top_k]`; there must be one of this shape."""
         if self.position == len(self.calls):
             raise ExpertParallelError(f"{self._layer}: only {len(self.calls)} calls were recorded, this is another one")
         experts = self.calls[self.position]

@@ -140,11 +140,7 @@ def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], rout
 
 
 def check_values(platform: Platform, routing: Routing, num_experts: int) -> None:
-    """Check the values of a routing on the host; one on an accelerator is not read.
-
-    Raises:
-        ExpertParallelError: values are invalid; the message lists all problems.
-    """
+    """Check the values of a routing on the host; one on an accelerator is not read."""
     if not routing.is_expert_major and is_on_host(platform, routing.experts):
         problems, nonfinite = [*_value_problems(platform, routing, num_experts)], [*_nonfinite(platform, routing)]
         if problems or nonfinite:
@@ -152,14 +148,7 @@ def check_values(platform: Platform, routing: Routing, num_experts: int) -> None
 
 
 def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_size: int) -> None:
-    """Check the token ids of hash routing; the values of ids on an accelerator are not read.
-
-    Args:
-        ids: ids of the tokens that this rank routes, or None.
-
-    Raises:
-        ExpertParallelError: ids are missing, have another shape or dtype, or are out of range.
-    """
+    """Check the token ids of hash routing; the values of ids on an accelerator are not read."""
     if ids is None or tuple(ids.shape) != (num_tokens,):
         got = "none" if ids is None else f"shape {list(ids.shape)}"
         raise ExpertParallelError(
@@ -228,11 +217,7 @@ def reported_faults(dispatcher: Any, platform: Platform, x: Tensor) -> Iterator[
 
 
 class RefusedRouting(ExpertParallelError):
-    """Error that every rank raises when some ranks reported invalid inputs.
-
-    Attributes:
-        code: code of the first fault.
-    """
+    """Error that every rank raises when some ranks reported invalid inputs; `code` is that of the first fault."""
 
     def __init__(self, codes: Sequence[int]) -> None:
         self.code = codes[0]
@@ -242,14 +227,7 @@ class RefusedRouting(ExpertParallelError):
 
 
 def refuse_faulty(numbers: Sequence[int]) -> None:
-    """Raise if any rank added an error code to its number of rows.
-
-    Args:
-        numbers: one number from each rank.
-
-    Raises:
-        RefusedRouting: the message names these ranks and their faults.
-    """
+    """Raise, naming ranks and faults, if any rank added an error code to its number of rows."""
     # A number of rows is below FAULTY, so the quotient is the code.
     codes = sorted({int(number) // FAULTY for number in numbers} - {0})
     if codes:
@@ -362,13 +340,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Choices:
-    """The selected experts of some tokens, on the host.
-
-    Attributes:
-        experts: int64 `[tokens, top_k]`.
-        scores: float32 `[tokens, top_k]`.
-        positions: int64 `[tokens]`, the position of each token in the input.
-    """
+    """The selected experts and scores `[tokens, top_k]` of tokens at `[tokens]` positions of the input, on the host."""
 
     experts: Array
     scores: Array
@@ -394,12 +366,7 @@ class Choices:
 def choices_within_capacity(
     mine: Choices, capacity: Capacity, num_experts: int, group: ProcessGroup | None, block_size: int = 1
 ) -> Array:
-    """Return which of this rank's choices are within the capacity: bool `[tokens, top_k]`.
-
-    Args:
-        group: ranks that route different tokens of the micro-batch; None if this rank routes all of them.
-        block_size: number of consecutive ranks of the group that share one input.
-    """
+    """Return which choices of this rank are within the capacity; `block_size` ranks of the group share an input."""
     top_k = mine.experts.shape[1]
     # Every rank sorts the choices of all ranks, which replaces a second exchange for the result.
     every = [mine] if group is None else [Choices.decoded(d, top_k) for d in group.all_gather_bytes(mine.encoded())]
@@ -414,10 +381,7 @@ def choices_within_capacity(
 def _within_bound(
     every: list[Choices], lengths: list[int], drop: DropPolicy, num_experts: int, bound: int, block_size: int
 ) -> Array:
-    """Return for each choice of all ranks whether it is one of the `bound` choices that its expert accepts.
-
-    Bool `[tokens of all ranks, top_k]`. O(n log n) for n choices.
-    """
+    """Return for each choice of all ranks whether it is one of the `bound` choices that its expert accepts."""
     experts = numpy.concatenate([each.experts for each in every])
     scores = numpy.concatenate([each.scores for each in every])
     # Ranks that share one input form one block, in which tokens are ordered by position, not by rank.

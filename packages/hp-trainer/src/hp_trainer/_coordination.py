@@ -45,14 +45,7 @@ def all_gather_object(group: Group, value: Any) -> list[Any]:
 
 
 def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> list[Any]:
-    """Run `do` on every rank and return the results (JSON values) of all ranks, in rank order.
-
-    Args:
-        what: the step as a clause for messages, such as "preparing the run".
-
-    Raises:
-        HPError: of class `error`, on every rank if it failed on any; the message has the ranks and their errors.
-    """
+    """Run `do` on every rank, return all results (JSON values); if one fails, raise `error` about `what` on all."""
     failure: Exception | SystemExit | None = None
     try:
         answer = {"result": do()}
@@ -71,11 +64,7 @@ def all_ranks(group: Group, what: str, do: Callable[[], Any], error: type[HPErro
 
 
 def coordinator(group: Group, what: str, do: Callable[[], Any], error: type[HPError]) -> Any:
-    """Run `do` on rank 0 only and return its result (a JSON value) on every rank.
-
-    Raises:
-        HPError: of class `error`, on every rank if `do` failed.
-    """
+    """Run `do` on rank 0 and return its result (a JSON value) on every rank; if it fails, raise `error` on all."""
     return all_ranks(group, what, do if group.rank == 0 else lambda: None, error)[0]
 
 
@@ -98,11 +87,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The first stop signal that this process has received.
-
-    Attributes:
-        signal: the signal; None: there was none yet.
-    """
+    """The first stop signal that this process has received; None: there was none yet."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

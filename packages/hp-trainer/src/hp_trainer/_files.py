@@ -34,10 +34,7 @@ _KINDS = {
 
 
 def other_kind(path: Path) -> str | None:
-    """Return the kind of a path that is neither a regular file nor a folder, such as `a named pipe`, else None.
-
-    The path is not opened: opening a named pipe can block forever, and opening a device can have side effects.
-    """
+    """Return the kind of a path that is neither a regular file nor a folder, without opening it, else None."""
     try:
         return _KINDS.get(stat.S_IFMT(path.stat().st_mode))
     except (OSError, ValueError):
@@ -45,12 +42,7 @@ def other_kind(path: Path) -> str | None:
 
 
 def read_plain_text(path: Path, most_bytes: int = _MOST_BYTES) -> str:
-    """Return the text of a UTF-8 file. Only regular files are opened.
-
-    Raises:
-        OSError: it cannot be read, is not a regular file, or has more than `most_bytes`.
-        UnicodeDecodeError: it is not UTF-8.
-    """
+    """Return the text of a regular UTF-8 file of at most `most_bytes`; others raise OSError or UnicodeDecodeError."""
     _refuse_other_kinds(path, other_kind(path))
     with open(path, encoding="utf-8", opener=_open_without_waiting) as file:
         # Checked again on the open file: the path may have been replaced meanwhile, and the file may have grown.
@@ -74,11 +66,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Create a file that never appears incomplete, also on a network file system with hard links.
-
-    Raises:
-        FileExistsError: the file exists, perhaps because another process has just created it.
-    """
+    """Create a file that never appears incomplete, or raise a FileExistsError if another process has done so."""
     with _new_file(path) as (temporary, out):
         out.write(text.encode())
         _close_on_disk(out)
@@ -86,13 +74,7 @@ def write_new(path: Path, text: str) -> None:
 
 
 def link_new(source: Path, target: Path) -> None:
-    """Link `source` under the new name `target`, atomically where the file system has hard links.
-
-    Elsewhere `target` becomes a copy of the text, of which another process may see the empty beginning.
-
-    Raises:
-        FileExistsError: `target` exists.
-    """
+    """Link `source` under the new name `target` atomically; without hard links, copy its text."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -199,10 +181,7 @@ def _read_system(path: str) -> str:
 
 
 def strict_value(value: Any) -> Any:
-    """Return a JSON value in which numbers that are not finite are the strings `nan`, `inf` and `-inf`.
-
-    RFC 8259 has neither NaN nor infinity, which `json` writes as bare words. `float` parses the strings.
-    """
+    """Return a JSON value in which numbers that RFC 8259 lacks are the strings `nan`, `inf` and `-inf`."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping):

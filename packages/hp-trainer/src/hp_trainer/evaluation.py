@@ -34,12 +34,7 @@ from hp_trainer.training.state import load_weights
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Loss of a model on a set of samples.
-
-    Attributes:
-        loss: mean cross entropy per target, in nats.
-        tokens: number of targets.
-    """
+    """Loss of a model on a set of samples: the mean cross entropy in nats, over a number of targets."""
 
     loss: float
     tokens: int
@@ -151,16 +146,7 @@ def _loss_sum(platform: Platform, model: Any, batches: Iterable[Batch]) -> tuple
 
 
 def run_harness(model: Path, tasks: str, more: Sequence[str] = ()) -> int:
-    """Run lm-eval on a Hugging Face model directory in a subprocess, and return its exit code.
-
-    Args:
-        model: directory with `config.json` and weights, as `hp-train export` writes it.
-        tasks: names of tasks, separated by commas.
-        more: further arguments of lm-eval, such as `--limit=10`.
-
-    Raises:
-        EvaluationError: lm-eval or transformers is not installed, or the directory has no model.
-    """
+    """Run `tasks` of lm-eval, with its options, on a model directory in a subprocess; return its exit code."""
     if not (model / "config.json").is_file():
         raise EvaluationError(
             f"{model} has no exported model (no config.json); write one with `hp-train export RUN --to={model}`"
@@ -251,14 +237,7 @@ class Sampler:
 
 
 def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], checkpoint: Checkpoint) -> list[str]:
-    """Continue prompts with the model of a checkpoint. The same seed gives the same texts.
-
-    Args:
-        checkpoint: a checkpoint of the run, from any layout and any platform.
-
-    Returns:
-        Each prompt with its continuation.
-    """
+    """Return each prompt with its continuation by the model of a checkpoint. The same seed gives the same texts."""
     if not getattr(config.model.options, "is_causal", True):
         raise EvaluationError(
             f"model.routing = {config.model.options.routing}: expected a causal model to continue text; here the "
@@ -279,10 +258,7 @@ def generate(config: TrainerConfig, platform: Platform, prompts: Sequence[str], 
 
 
 def write_samples(run: RunFolder, config: TrainerConfig) -> list[str]:
-    """Continue the configured prompts with the model of a finished run, write the texts to `samples.txt`, return them.
-
-    Nothing is written if there are no prompts, or if the newest checkpoint is not of the last step.
-    """
+    """Continue the configured prompts with a model of the last step, write the texts to `samples.txt`, return them."""
     if not config.generate.prompts:
         return []
     newest = open_latest(checkpoint_storage(run, config), content=False)

@@ -197,13 +197,7 @@ def with_path(error: OSError, path: object) -> OSError:
 
 
 def describe_exit(leaving: SystemExit, when: str) -> str:
-    """Return a clause about a call of `sys.exit` in a plugin, hook or user file, with the line of the call.
-
-    Such a call must not be mistaken for the end of a run.
-
-    Args:
-        when: a clause, such as "in step 3".
-    """
+    """Return a clause about a `sys.exit` in a plugin, hook or user file, which is not the end of a run."""
     # The builtin `exit()` and a replaced `sys.exit` (wandb's) have frames of their own, which do not help the user.
     replaced = getattr(sys.exit, "__code__", None)
     frames = [

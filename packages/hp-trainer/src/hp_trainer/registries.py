@@ -94,11 +94,7 @@ def _load(file: Path) -> ModuleType:
 
 @functools.cache
 def _import(name: str, file: Path, modified: int) -> ModuleType | str:
-    """Import a file as the module `name`; return a message if that fails.
-
-    Cached, since a configuration asks for a broken file several times, and importing it may take long or print
-    something. `modified` is a part of the key, so that a file that has been mended is imported again.
-    """
+    """Import a file as a module, once per modification since it may take long; return a message if that fails."""
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

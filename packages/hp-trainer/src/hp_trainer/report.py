@@ -38,10 +38,7 @@ _NO_CURVE = ("event", "step", "tokens", "samples")
 
 @dataclass(frozen=True)
 class RunHistory:
-    """The events of a run, and its configuration as plain dicts.
-
-    The configuration is not converted to the schema, so that a report needs neither plugins nor a framework.
-    """
+    """The events of a run, and its configuration as plain dicts, which need neither plugins nor a framework."""
 
     path: Path
     events: tuple[dict[str, Any], ...]
@@ -146,10 +143,7 @@ _UNITS = {
 
 
 def draw_curves(runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return the HTML of every metric of some runs, in display order.
-
-    A metric that has one value in all steps is listed in a table. The loads of experts have a picture of their own.
-    """
+    """Return the HTML of every metric of some runs, in display order; constant metrics are listed in a table."""
     names = {name for curves in runs.values() for name in curves if not name.startswith(EXPERT_LOAD)}
     values = {name: {value for curves in runs.values() for _, value in curves.get(name, ())} for name in names}
     # The evaluation loss is drawn with the loss.
@@ -161,11 +155,7 @@ def draw_curves(runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
 
 
 def draw_curve(name: str, runs: Mapping[str, Mapping[str, Sequence[Point]]]) -> str:
-    """Return the SVG of one metric over the steps, for every run that has it.
-
-    Args:
-        runs: the curves of each run by name; the evaluation loss is drawn together with the training loss.
-    """
+    """Return the SVG of one metric over the steps of each run; evaluation loss is drawn with the training loss."""
     figure = new_figure(6.4, 3.4)
     axes = figure.add_subplot()
     for index, (run, curves) in enumerate(runs.items()):
@@ -250,12 +240,7 @@ def preformatted(text: str) -> str:
 
 
 def describe_layout(config: dict[str, Any], world_size: int, lost_replicas: int) -> str:
-    """Return the degrees of a run in one line.
-
-    Args:
-        config: the resolved configuration as plain dicts.
-        lost_replicas: replicas of the configuration whose ranks the job has lost.
-    """
+    """Return the degrees of a run (configuration as plain dicts), less the lost replicas, in one line."""
     parallel, model = dict(config.get("parallel", {})), config.get("model", {})
     try:
         if lost_replicas:
@@ -267,11 +252,7 @@ def describe_layout(config: dict[str, Any], world_size: int, lost_replicas: int)
 
 
 def report_run(run: Path, to: Path | None = None) -> Path:
-    """Write the report of a run, finished or not, and return its file.
-
-    Args:
-        to: the HTML file; None: `report.html` in the run folder.
-    """
+    """Write the report of a run, finished or not, to a file (None: `report.html` in its folder), and return that."""
     history = RunHistory.read(run)
     to = run / "report.html" if to is None else to
     write_atomically(to, page(history.name, _sections(history)))
@@ -322,10 +303,7 @@ MOST_RANKS = 64
 
 
 def rank_seconds(events: Sequence[dict[str, Any]]) -> str:
-    """Return the HTML of the times of each rank by kind; empty where they were not measured.
-
-    Of more than `MOST_RANKS` ranks it shows those with the most time of their own work, the slowest first.
-    """
+    """Return the HTML of the times of the slowest `MOST_RANKS` ranks by kind; empty where they were not measured."""
     measured = [event["rank_seconds"] for event in events if event.get("rank_seconds")]
     if not measured:
         return ""

@@ -230,12 +230,7 @@ def _first_sound(
 def _verified(
     storage: Storage, name: str, content: bool, check: Callable[[Checkpoint], None] | None = None
 ) -> Checkpoint:
-    """Open and verify a checkpoint; see `find_latest`.
-
-    Raises:
-        CheckpointError: it is damaged, or `check` refuses it.
-        OSError: it cannot be read, also not after a pause. It may be sound, so it must not be skipped or deleted.
-    """
+    """Open and verify a checkpoint. After an OSError it may be sound: it must not be skipped or deleted."""
     for attempt in range(1, _READ_ATTEMPTS + 1):
         try:
             checkpoint = Checkpoint(storage, name)

@@ -100,10 +100,7 @@ class Box:
 
 
 def cover_exactly(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
-    """Return None when the boxes cover a tensor of this shape exactly once, else a message that says why not.
-
-    Complexity: O(n log n) for boxes that do not overlap on the first dimension, otherwise up to O(n^2).
-    """
+    """Return None when the boxes cover a tensor of this shape exactly once, else a message that says why not."""
     outside = [box for box in boxes if not box.is_inside(shape)]
     if outside:
         return f"{outside[0]} is outside the shape {tuple(shape)}"
@@ -141,10 +138,7 @@ class Header:
 
 
 def file_parts(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file in chunks, without copying arrays.
-
-    Arrays are ordered by decreasing item size, which aligns each of them.
-    """
+    """Yield the bytes of a file in chunks, without copying arrays; the largest item size is first, which aligns all."""
     ordered = sorted(entries, key=lambda entry: (-entry.data.itemsize, entry.key))
     yield from header_parts([(entry.key, entry.dtype, entry.data.shape) for entry in ordered], metadata)
     for entry in ordered:
@@ -152,11 +146,7 @@ def file_parts(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Iterato
 
 
 def header_parts(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    """Yield the bytes of a file that precede the data.
-
-    Args:
-        tensors: (key, dtype, shape) of each array, in the order of their data.
-    """
+    """Yield the bytes that precede the data of `tensors`: (key, dtype, shape) in the order of their data."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for key, dtype, shape in tensors:
@@ -170,12 +160,7 @@ def header_parts(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
 
 
 def read_header(file: np.ndarray, where: str, longest: int) -> Header:
-    """Parse the header of a mapped file (uint8, shape `[size]`) and check it against the size of the file.
-
-    Args:
-        where: name of the file in errors.
-        longest: maximum length of the header in bytes.
-    """
+    """Parse the header, at most `longest` bytes, of a mapped file (uint8), and check it against the file's size."""
     if file.size < 8:
         raise CheckpointError(f"{where} is not a safetensors file: it has only {file.size} bytes")
     length = int.from_bytes(file[:8].tobytes(), "little")

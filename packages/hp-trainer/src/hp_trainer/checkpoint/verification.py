@@ -31,11 +31,7 @@ class VerifiedShards:
         self._verified: set[tuple[int, str, int]] = set()
 
     def problems(self, *, content: bool = True) -> Iterator[str]:
-        """Yield a message for each damage, naming the file and the affected tensors.
-
-        Args:
-            content: True to read everything and compare checksums, False to check only file sizes and headers.
-        """
+        """Yield a message per damage, naming file and tensors; without `content` only sizes and headers are checked."""
         for name, tensor in self.index.tensors.items():
             # From the index alone, so that gaps are reported for missing files too.
             reason = cover_exactly([chunk.box for chunk in tensor.chunks], tensor.shape)

@@ -61,11 +61,6 @@ class Command(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the words of the command.
-
-        Raises:
-            click.UsageError: listing every problem.
-        """
         given = list(args)
         try:
             return super().parse_args(ctx, args)

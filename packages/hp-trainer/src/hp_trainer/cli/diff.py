@@ -78,13 +78,7 @@ class Side:
         return Path(text.removeprefix(_TRANSFORMERS)) if text.startswith(_TRANSFORMERS) else None
 
     def of_transformers(self, other: Side, folder: Path) -> tuple[Side, dict[str, str]]:
-        """Return this side as a configuration that trains the directory's model as the other side on one rank.
-
-        Also returns the decoder's names of its parameters and modules.
-
-        Raises:
-            ConfigError: the other side does not import this directory.
-        """
+        """Return this side as a configuration that trains on one rank, and the decoder's names of its tensors."""
         assert self.directory is not None
         config = load(str(other.config), list(other.overrides)).config
         source = config.model.source
@@ -118,14 +112,7 @@ class Side:
         return RunFolder(self.source).config_file if self.source.is_dir() else self.source
 
     def record(self, folder: Path, steps: int, more: Sequence[tuple[str, str]] = ()) -> Recording:
-        """Train the first steps in a run folder of their own, and return their digests.
-
-        Args:
-            more: further settings of this run. Older versions refuse those of narrowing, but can be compared without.
-
-        Raises:
-            RecordingError: the run failed; the message ends with its last lines.
-        """
+        """Train the first steps in a run folder of their own, with `more` settings, and return their digests."""
         settings = [
             *_QUIET,
             *self.overrides,
@@ -205,10 +192,7 @@ def _side(source: str, overrides: Overrides, letter: str) -> Side:
 
 
 def _platform_of_transformers(preferred: str | None) -> str | None:
-    """Return an installed platform that computes models of transformers, `preferred` if it does; None: none is here.
-
-    The interpreter of a side may have one nevertheless, and chooses it.
-    """
+    """Return an installed platform that computes models of transformers, `preferred` if it does; None: none is here."""
 
     def computes(platform: str) -> bool:
         with contextlib.suppress(RegistryError):
@@ -220,12 +204,7 @@ def _platform_of_transformers(preferred: str | None) -> str | None:
 
 
 class Runs:
-    """The runs of a comparison.
-
-    Args:
-        sides: A and B.
-        folder: where they are trained.
-    """
+    """The runs of a comparison, trained in a folder."""
 
     def __init__(self, sides: Sequence[Side], folder: Path) -> None:
         self._sides, self._folder, self._numbers = list(sides), folder, itertools.count()

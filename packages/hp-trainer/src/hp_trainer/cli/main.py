@@ -94,10 +94,7 @@ def _run(given: list[str]) -> int:
 
 
 def _invoke(given: list[str], wanted: dict[str, bool]) -> int:
-    """Run the command that a command line names.
-
-    Click's own `main` is not used: it reports errors and interrupts in its own way.
-    """
+    """Run the command that a command line names, without Click's own reports of errors and interrupts."""
     try:
         with hp_train.make_context("hp-train", given, obj=wanted) as context:
             code: int = hp_train.invoke(context)
@@ -135,10 +132,7 @@ def _place() -> RankEnvironment | None:
 
 
 def _report_to_torchrun(message: str) -> None:
-    """Write the message to the file from which torchrun takes a rank's error, and prints it below its own traceback.
-
-    The format is that of `torch.distributed.elastic.multiprocessing.errors.ErrorHandler`.
-    """
+    """Write the message, as torch's ErrorHandler does, to the file from which torchrun takes a rank's error."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     # The first error is the cause; a file may already have it.
     if file and not Path(file).exists():

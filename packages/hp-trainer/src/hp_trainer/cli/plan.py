@@ -185,11 +185,7 @@ def plan_command(
 
 
 def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> ModuleCounter | None:
-    """Return the counter of a user's own module, which needs its framework; None for a model with estimates.
-
-    Raises:
-        ConfigError: no platform is installed or chosen.
-    """
+    """Return the counter of a user's own module, which needs its framework; None for a model with estimates."""
     if estimates_of(config.model.options) is not None:
         return None
     platform = chosen_platform(config.platform)
@@ -199,11 +195,7 @@ def _module_counter(config: TrainerConfig, dims: ParallelDims, title: str) -> Mo
 
 
 def load_for_planning(path: str, overrides: Overrides) -> LoadedConfig:
-    """Load a configuration even if no platform is installed, since nothing will run.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
+    """Load a configuration even if no platform is installed, since nothing will run."""
     return load_config(path, overrides, registered=fill_registries(plugin_manager()))
 
 
@@ -297,12 +289,7 @@ def schedule_command(
 
 
 def _schedule(name: str, ranks: Any, microbatches: Any, stages_per_rank: Any) -> Schedule:
-    """Return the schedule of a name, or of a file that `Schedule.parse` reads.
-
-    Raises:
-        click.UsageError: a name is given without ranks and micro-batches, or a file with them.
-        ScheduleError: there is no such schedule, or the file has no valid one.
-    """
+    """Return the schedule of a name, or of a file that `Schedule.parse` reads."""
     is_known = name in schedule_names()
     if not is_known and Path(name).is_file():
         if (ranks, microbatches, stages_per_rank) != (None, None, None):

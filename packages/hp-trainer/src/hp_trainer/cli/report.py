@@ -39,10 +39,7 @@ def checkpoints_command(run: str, overrides: Overrides) -> int:
 
 
 def describe_checkpoints(storage: Storage) -> tuple[str, bool]:
-    """Return the checkpoints of a storage as a table, newest first, and whether all of them are valid.
-
-    All files are read and compared with their checksums. Checkpoints moved aside by `resume --from-step` come last.
-    """
+    """Return all checkpoints, fully read, as a table, newest first, moved ones last; and whether all are valid."""
     rows, all_valid = [("step", "loss", "size", "state", "folder")], True
     for name in [*list_checkpoints(storage), *list_set_aside(storage)]:
         try:
@@ -145,11 +142,7 @@ def evaluate_command(run: str, weights: str | None, tasks: str | None, overrides
 def evaluate_on_rank(
     path: str, overrides: Overrides, weights: str | None, platform_name: str, on_all_ranks: bool
 ) -> tuple[int, float, int]:
-    """Evaluate the run in `path` on this rank only, or on all ranks of the world.
-
-    Returns:
-        The step of the checkpoint, the mean loss per target in nats, and the number of targets.
-    """
+    """Evaluate the run on this rank or on all; return the step, the mean loss in nats, and the number of targets."""
     run, config = _open(path, overrides)
     platform = get_platform(platform_name)
     group: Group = current_world(platform).all if on_all_ranks else Alone()
@@ -167,10 +160,7 @@ def evaluate_on_rank(
 
 
 def _open(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]:
-    """Return a run and its configuration for an evaluation.
-
-    The layout of the training may not fit the ranks that evaluate, so by default weights are sharded over all of them.
-    """
+    """Return a run and its configuration for an evaluation, by default with weights sharded over all ranks."""
     run, config = open_run(path, overrides)
     given = {name.partition(".")[2] for name, _ in overrides if name.startswith("parallel.")}
     parallel = {name: getattr(config.parallel, name) for name in (*given, "tp_plan", "fsdp_units")}

@@ -73,10 +73,7 @@ def _lines(options: Iterable[Option]) -> list[str]:
 
 
 def describe_option(option: Option) -> str:
-    """Return the help of one setting: its type, its default, and its purpose.
-
-    An option of an entry in a list has no dashes, since it can only be given within the list.
-    """
+    """Return type, default and purpose of a setting; one within a list has no dashes, as it is no option by itself."""
     default = "required" if option.default is None else f"default {option.default}"
     within = option.path.rpartition("[].")[2]
     head = f"  {'' if '[]' in option.path else '--'}{within}=({option.takes}; {default})"

@@ -33,22 +33,13 @@ def print_message(line: str) -> None:
 
 
 def load(path: str, overrides: Overrides) -> LoadedConfig:
-    """Load a configuration with overrides.
-
-    Raises:
-        ConfigError: listing every problem.
-    """
+    """Load a configuration with overrides. A ConfigError lists every problem."""
     require_platform(path)
     return load_config(path, overrides, registered=registries())
 
 
 def open_run(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]:
-    """Return the run in a folder, and its configuration with overrides.
-
-    Raises:
-        RunFolderError: there is no run in it.
-        ConfigError: listing every problem.
-    """
+    """Return the run in a folder, and its configuration with overrides."""
     # Before the platform is required, so that a wrong folder is the first problem named.
     run = open_folder(Path(path))
     require_platform(str(run.config_file))
@@ -56,11 +47,7 @@ def open_run(path: str, overrides: Overrides) -> tuple[RunFolder, TrainerConfig]
 
 
 def open_folder(path: Path) -> RunFolder:
-    """Return the run in a folder, and rebuild small files that it has lost; see `RunFolder.restore`.
-
-    Raises:
-        RunFolderError: there is no run in it, or its configuration is lost.
-    """
+    """Return the run in a folder, and rebuild small files that it has lost; see `RunFolder.restore`."""
     report_rebuilt(path, RunFolder.restore(path))
     run = RunFolder.open(path)
     if not run.config_file.exists():
@@ -78,11 +65,7 @@ def report_rebuilt(path: Path, names: list[str]) -> None:
 
 
 def on_installed_platform(loaded: LoadedConfig, overrides: Overrides) -> LoadedConfig:
-    """Return a run's configuration with a platform that is installed here.
-
-    The run may come from a machine with another platform, which is replaced if exactly one other is installed. A
-    platform that `overrides` names is not replaced.
-    """
+    """Return the configuration of a run with the one installed platform, if its own is not and none is given."""
     platform = loaded.config.platform
     if platform is None or isinstance(chosen_platform(platform), str) or "platform" in dict(overrides):
         return loaded
@@ -124,11 +107,7 @@ def resolved(config: TrainerConfig, folder: Path) -> TrainerConfig:
 
 
 def newest(run: RunFolder, config: TrainerConfig) -> Checkpoint:
-    """Return the newest valid checkpoint of the run's model, and report those that were skipped.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """Return the newest valid checkpoint of the run's model, and report those that were skipped."""
     storage = checkpoint_storage(run, config)
     found = find_latest(storage, check=lambda checkpoint: check_model(checkpoint, config))
     for reason in found.skipped:

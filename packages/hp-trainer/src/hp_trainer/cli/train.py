@@ -88,11 +88,7 @@ def run_command(config: str, overrides: Overrides) -> int:
 
 
 def _load_with_copy(config: str, overrides: Overrides, error: ConfigError) -> LoadedConfig:
-    """Return the configuration of a run to continue whose `model.from` was deleted, read from the run's copy.
-
-    Raises:
-        ConfigError: `error`, unless it is about that directory alone and a checkpoint has all weights.
-    """
+    """Load a run whose `model.from` alone is missing with the run's own copy of it; else raise `error`."""
     if [problem.path for problem in error.problems] != ["model.from"]:
         raise error
     run = RunFolder(chosen_run_folder(load(config, [*overrides, ("model.from", "null")]), Path(config)))
@@ -164,10 +160,7 @@ def _written_name(run: RunFolder, section: str) -> str | None:
 
 
 def _before(run: RunFolder, config: TrainerConfig) -> TrainerConfig:
-    """Return the configuration that a run had, with the components of `config` that may have changed.
-
-    Python files of models and datasets may have moved: tensors and tokens are compared instead of paths.
-    """
+    """Return the configuration that a run had, with the components of `config` that may have changed."""
     names = {"optimizer.name": config.optimizer.name, "checkpoint.storage.name": config.checkpoint.storage.name}
     parts = {f"{part}.name": getattr(config, part).name for part in ("model", "data")}
     moved = {path: name for path, name in parts.items() if is_python_name(name)}
@@ -304,13 +297,7 @@ def profile_command(config: str, steps: str, overrides: Overrides) -> int:
 
 
 def profile_settings(steps: str) -> Overrides:
-    """Return the settings of a run that trains up to the last of the steps `FIRST-LAST`, and profiles these.
-
-    The first steps of a run load kernels and compile, so steps 4 and 5 are profiled by default.
-
-    Raises:
-        click.UsageError: the text is neither a step nor two.
-    """
+    """Return the settings of a run up to the last of the steps `FIRST-LAST`, which are profiled."""
     found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", steps)
     if found is None:
         raise click.UsageError(f"--steps: expected a step or FIRST-LAST, such as 4-5, got {steps!r}")

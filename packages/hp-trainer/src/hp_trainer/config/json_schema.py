@@ -181,11 +181,7 @@ def json_schema(registered: Registries) -> Schema:
 
 
 def _published(registered: Registries, schema: Schema, *, is_entry: bool = False) -> Schema:
-    """Return the schema of what may be written in a file: null for a section, a variable for a number.
-
-    Args:
-        is_entry: the schema is that of the entries of a list.
-    """
+    """Return the schema of what may be written in a file: null for a section, a variable for a number."""
     notes: Schema = {key: schema[key] for key in ("description", "default") if key in schema}
     if "registry" in schema:
         return _published_component(registered, schema, notes)

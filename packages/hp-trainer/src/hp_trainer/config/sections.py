@@ -305,11 +305,7 @@ class Registered:
 
 
 def _read_directory(schema: Any, given: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Remove `from` from the options of a model, and return it and the options read from that directory.
-
-    The directory is not read if every option is given, as in a run's resolved configuration: it may have been deleted
-    since.
-    """
+    """Remove `from` from the options of a model; return it and the options read from there, unless all are given."""
     directory = given.pop("from", None)
     if directory is None:
         return None, {}

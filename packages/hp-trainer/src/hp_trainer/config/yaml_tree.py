@@ -59,23 +59,14 @@ class Loader(yaml.SafeLoader):
     """PyYAML's safe loader with a limit on the depth, because it takes quadratic time for nested brackets."""
 
     def fetch_more_tokens(self) -> None:
-        """Scan the next token.
-
-        Raises:
-            RecursionError: the text is nested too deeply.
-        """
+        """Scan the next token. A RecursionError says that the text is nested too deeply."""
         if self.flow_level + len(self.indents) > _MOST_LEVELS:
             raise RecursionError(f"nested more than {_MOST_LEVELS} levels deep")
         super().fetch_more_tokens()
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the value of a YAML file, read by `read_plain_text`.
-
-    Raises:
-        OSError: see `read_plain_text`.
-        ValueError: it is not YAML in UTF-8, has a value that does not match its tag, or is nested too deeply.
-    """
+    """Return the value of a YAML file, read by `read_plain_text`; a ValueError says why it is none."""
     text = read_plain_text(path)
     try:
         return yaml.load(text, Loader)
@@ -181,13 +172,7 @@ def nodes_on(tree: Tree, loc: Iterable[str | int]) -> list[Tree]:
 def parse_yaml(
     text: str, source: str, *, numbered: bool = True, folder: Path = Path()
 ) -> tuple[Tree | None, list[Problem]]:
-    """Return the tree of a YAML text and the problems found; the tree is None where the text cannot be parsed.
-
-    Args:
-        source: name of the text in problems.
-        numbered: append the line number to `source`.
-        folder: folder of the file, to which its relative paths are relative.
-    """
+    """Return the tree of a YAML text (None: it cannot be parsed) and its problems, `numbered` by line in `source`."""
     if len(text) > _LONGEST_TEXT:
         what = f"longer than {_LONGEST_TEXT:,} characters"
         return None, [Problem(path="", what=what, expected="a configuration", got=f"{len(text):,}", source=source)]
@@ -317,10 +302,7 @@ def is_number(text: str) -> bool:
 
 
 def apply_overrides(tree: Tree, overrides: Iterable[tuple[str, str]]) -> list[Problem]:
-    """Insert `(dotted path, text)` pairs into the tree, creating sections as needed, and return the problems.
-
-    The last pair of a path wins.
-    """
+    """Insert `(dotted path, text)` pairs into the tree, the last of a path winning, and return the problems."""
     problems = []
     for path, text in overrides:
         value = Scalar(text, "null" if text in ("null", "~") else "str", f"--{path}", is_override=True)

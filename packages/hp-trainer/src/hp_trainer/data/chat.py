@@ -80,7 +80,6 @@ class TurnTemplate(ChatTemplate):
     ends: bool = True
 
     def mark(self, messages: Sequence[Message], tools: Any = None) -> list[MarkedText]:
-        """Convert a conversation to text, see `ChatTemplate.mark`."""
         text, answers = self.begin, []
         for message in messages:
             text += self.head.format(role=message["role"], Role=str(message["role"]).capitalize())
@@ -121,7 +120,6 @@ class JinjaTemplate(ChatTemplate):
             raise DataError(f"the chat template is not valid: {error}") from error
 
     def mark(self, messages: Sequence[Message], tools: Any = None) -> list[MarkedText]:
-        """Convert a conversation to text, see `ChatTemplate.mark`."""
         full = self._render(messages, tools)
         # The template marks answers itself, so nothing has to be inferred from prefixes.
         if self._marks_itself:
@@ -334,13 +332,11 @@ class ChatSource(DocumentsSource):
         return None
 
     def fields(self, source: Source) -> tuple[str, ...] | None:
-        """Return the names of the fields for messages, prompts, completions and tools."""
         # Readers of columns skip all others.
         files = source.files
         return (files.messages_field, files.prompt_field, files.completion_field, "tools")
 
     def facts(self, source: Source) -> Mapping[str, Any]:
-        """Return the settings that determine the tokens, see `DocumentsSource.facts`."""
         file = self.options.template_file
         return {
             "kind": "chat",

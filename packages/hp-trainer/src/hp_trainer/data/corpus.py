@@ -111,12 +111,7 @@ def blocks_of(path: Path, size: int, digests: Sequence[str]) -> list[Block]:
 
 
 def verify_blocks(title: str, blocks: Sequence[Block], part: float = 1.0) -> None:
-    """Compare blocks with their digests, in parallel.
-
-    Args:
-        title: name of the corpus, for the progress.
-        part: fraction of the blocks to read, from 0 to 1. Below 1 a random selection of at least one block is read.
-    """
+    """Compare blocks, or a random `part` of them (at least one), with their digests, in parallel."""
     # Rounded up, so that any part above 0 reads at least one block.
     chosen = list(blocks) if part >= 1 else random.sample(blocks, math.ceil(part * len(blocks)))
     num_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(chosen)))
@@ -164,11 +159,7 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusFile:
-    """Description of a file of a corpus.
-
-    Attributes:
-        blocks: SHA-256 of each block of `BLOCK_BYTES`.
-    """
+    """Description of a file of a corpus, with the SHA-256 of each block of `BLOCK_BYTES`."""
 
     name: str
     bytes: int
@@ -370,11 +361,7 @@ def read_corpus_info(folder: Path) -> CorpusInfo | None:
 
 
 def verify_corpus(folder: Path, part: float = 1.0) -> None:
-    """Compare the files of a corpus with the digests in its description.
-
-    Args:
-        part: fraction of the blocks to read, selected at random each time.
-    """
+    """Compare the files of a corpus, or a random `part` of their blocks, with the digests in its description."""
     info = read_corpus_info(folder)
     if info is None:
         raise DataError(f"{folder} contains no corpus")
@@ -402,10 +389,7 @@ def _parse_info(text: bytes) -> CorpusInfo | None:
 
 
 class _MappedFile(np.memmap):
-    """A file mapped into memory. Indexing raises `DataError` once the file is shorter than its mapping.
-
-    Access to the missing pages would end the process by SIGBUS.
-    """
+    """A mapped file that raises `DataError` instead of SIGBUS once it is shorter than its mapping."""
 
     def __getitem__(self, index: Any) -> Any:
         mapping: Any = self._mmap  # type: ignore[attr-defined]  # None: a copy of values
@@ -454,11 +438,7 @@ def cache_folder(run_data: Path, wanted: str | None) -> Path:
 
 
 def prepared(cache: Path, facts: Mapping[str, Any], build: Callable[[Path], CorpusInfo]) -> Path:
-    """Return the folder of the corpus with the given `facts`, and build it if it is not in the cache.
-
-    Args:
-        facts: everything that determines the tokens of the corpus, as JSON values. Their digest names the folder.
-    """
+    """Return the folder of the corpus that `facts` (JSON values) determine, and build it if it is not in the cache."""
     # Keys are sorted, so that equal facts have one digest.
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     # 128 bits rule out accidental collisions and keep names short.

@@ -130,10 +130,7 @@ class MixedOrder:
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """Return positive integers in the proportions of `weights`. Small integers keep their exact proportions.
-
-    The sum is at most about 2**20, so that products with positions fit into 64 bits.
-    """
+    """Return positive integers in the proportions of `weights`, whose sum of some 2**20 keeps products in 64 bits."""
     total = sum(map(Fraction, weights))
     shares = [(Fraction(weight) / total).limit_denominator(10**6) for weight in weights]
     common = math.lcm(*(share.denominator for share in shares))

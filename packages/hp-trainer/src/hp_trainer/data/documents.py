@@ -175,7 +175,6 @@ class DocumentsSource(DatasetSource):
         write_notes(folder, notes)
 
     def verify(self, folder: Path, part: float = 1.0) -> None:
-        """Verify the corpora, and prepare missing ones again, see `DatasetSource.verify`."""
         for notes, sources in zip(self._notes(folder), (self.sources, self.eval_sources), strict=True):
             for note, source in zip(notes, sources, strict=True):
                 # The cache may have been deleted. `note.open` then compares digests: changed sources are refused.
@@ -185,11 +184,6 @@ class DocumentsSource(DatasetSource):
                 verify_corpus(note.path(folder), part)
 
     def open(self, folder: Path, sequence_length: int) -> Dataset:
-        """Open the prepared corpora.
-
-        Raises:
-            DataError: a corpus is missing or damaged, or too short for one training sample.
-        """
         corpora, held_out = ([note.open(folder) for note in notes] for notes in self._notes(folder))
         train_ends = [self._train_end(corpus) for corpus in corpora]
         train = [
@@ -433,11 +427,9 @@ class TextSource(DocumentsSource):
         return packing
 
     def fields(self, source: Source) -> tuple[str, ...] | None:
-        """Return the name of the field with the text."""
         return (source.files.field,)
 
     def facts(self, source: Source) -> Mapping[str, Any]:
-        """Return the settings that determine the tokens, see `DocumentsSource.facts`."""
         return {"kind": "text", "field": source.files.field}
 
     def documents(self, records: Sequence[Record], source: Source) -> Iterator[Document]:

@@ -64,11 +64,7 @@ _TEXTS = ("text", "content", "body", "document")
 
 
 def advise_fields(names: Sequence[str], otherwise: str) -> str:
-    """Return a sentence with the settings for records that have fields of the given names.
-
-    Args:
-        otherwise: what to set where no name is known.
-    """
+    """Return a sentence with the settings for fields of the given names; `otherwise`: where no name is known."""
     conversation, prompt, completion, text = (
         next((name for name in known if name in names), None)
         for known in (_CONVERSATIONS, _PROMPTS, _COMPLETIONS, _TEXTS)
@@ -152,13 +148,9 @@ def read_text_bytes(path: Path) -> bytes | None:
 
 
 class TextFiles(Reader):
-    """Text files, each of which is one document. Files that are not text are skipped.
-
-    Files longer than `SEGMENT_BYTES` are read in segments that end with a line, so that memory holds only a few.
-    """
+    """Text files, each one document, read in segments of lines if longer than `SEGMENT_BYTES`. Others are skipped."""
 
     def records(self, fields: tuple[str, ...] | None = None) -> Iterator[Record]:
-        """Yield the texts, see `Reader.records`. The first segment of a long file decides if it is text."""
         for file in self.files:
             if file.stat().st_size > SEGMENT_BYTES:
                 yield from _segments(file)
@@ -224,7 +216,6 @@ class JsonLines(Reader):
     """JSON files: an object per line, or one list of objects; plain or compressed by gzip."""
 
     def records(self, fields: tuple[str, ...] | None = None) -> Iterator[Record]:
-        """Yield the objects, see `Reader.records`."""
         for file in self.files:
             try:
                 with _open(file) as opened:
@@ -322,14 +313,12 @@ class _Columns(Reader):
         """Yield the record batches of a file with the given columns."""
 
     def check(self, fields: tuple[str, ...] | None = None) -> None:
-        """Check the schema of every file, and the first row, see `Reader.check`."""
         for file in self.files:
             with _naming(file):
                 self._selected(file, fields)
         super().check(fields)
 
     def records(self, fields: tuple[str, ...] | None = None) -> Iterator[Record]:
-        """Yield the rows, see `Reader.records`."""
         for file in self.files:
             with _naming(file):
                 row = 0
@@ -432,11 +421,7 @@ class Arrow(_Columns):
 
 
 def saved_dataset_files(folder: Path, split: str | None) -> list[Path] | None:
-    """Return the Arrow files of a folder written by `datasets.save_to_disk`, in order, or None for other folders.
-
-    Args:
-        split: split of a saved `DatasetDict`. None is `train`.
-    """
+    """Return the Arrow files of a folder by `datasets.save_to_disk`, of a split (None: train); None for others."""
     if (folder / "dataset_dict.json").is_file():
         splits = _described(folder / "dataset_dict.json", "splits", str)
         chosen = split or "train"

@@ -90,7 +90,6 @@ class TokenSamples(Samples):
         return max(0, (len(self._tokens) - 1) // self._length)
 
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the windows at `indices`, int64 `[n]`."""
         # One more token than inputs: the last target.
         return Rows.successors(np.asarray(self._tokens[self._positions(indices, self._length + 1)], dtype=np.int64))
 
@@ -118,7 +117,6 @@ class DocumentWindows(TokenSamples):
         self._ends = ends
 
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the windows at `indices`, int64 `[n]`."""
         rows = super().read(indices)
         positions = self._positions(indices, self._length)
         # Ends are exclusive, so side="right" assigns the position at an end to the next document.
@@ -179,7 +177,6 @@ class PackedSamples(Samples):
         return len(self._row_ends)
 
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the rows at `indices`, int64 `[n]`."""
         shape = (len(indices), self._length)
         rows = Rows(np.full(shape, self._pad, np.int64), np.full(shape, IGNORED, np.int64), np.zeros(shape, np.int64))
         for row, index in enumerate(indices):
@@ -187,7 +184,6 @@ class PackedSamples(Samples):
         return rows
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of these rows."""
         return int(sum(self._targets[self._chunks_of_row(index)].sum() for index in indices))
 
     def _chunks_of_row(self, row: int) -> np.ndarray:
@@ -239,7 +235,6 @@ class MixedSamples(Samples):
         return int(self._offsets[-1])
 
     def read(self, indices: np.ndarray) -> Rows:
-        """Return the samples at `indices`, int64 `[n]`, in this order."""
         result: Rows | None = None
         for source, selected, own in self._by_source(indices):
             rows = source.read(own)
@@ -249,7 +244,6 @@ class MixedSamples(Samples):
         return result if result is not None else self.sources[0].read(indices)
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """Return the number of targets of these samples."""
         return sum(source.num_targets(own) for source, _, own in self._by_source(indices))
 
     def order(self, seed: int) -> MixedOrder:

@@ -129,10 +129,7 @@ class Examination:
 
 
 def examine(platform_name: str) -> Examination:
-    """Measure and check on this rank of a job whose world is connected. All its ranks make the call.
-
-    Every rank returns the same figures: of the slowest rank, each by its fastest repeat.
-    """
+    """Measure and check on this rank of a job; every rank calls this, and gets the same figures of the slowest rank."""
     platform = get_platform(platform_name)
     world = current_world(platform)
     # The load that other programs cause, before the ranks compute.

@@ -112,11 +112,7 @@ def launch_training(
 
 @contextlib.contextmanager
 def _importing(config: TrainerConfig) -> Iterator[Platform | str]:
-    """Import the framework: here, or in a server that forks the local ranks, with the modules of a training.
-
-    Returns:
-        The platform, or its name where this process needs no framework.
-    """
+    """Import the framework here, or in a server that forks the local ranks; yield the platform, or its name."""
     name = chosen_platform(config.platform)
     is_here = is_launched() or config.launch.nodes is not None or _trains_here(config)
     if is_here or not isinstance(name, str) or num_accelerators(name):
@@ -368,15 +364,7 @@ def _not_replaced(generation: Generation, config: TrainerConfig, num_replicas: i
 def newest_state(
     group: Group, storage: Storage, start: tuple[str | None, Choice], sources: Sources | None
 ) -> tuple[Sources | None, tuple[str | None, Choice]]:
-    """Choose between the copies in memory and the checkpoints after a death; a collective call.
-
-    Args:
-        start: the checkpoint that the job was started from, the newest one then, and how to load it.
-        sources: the newest copies; None: there are none.
-
-    Returns:
-        The copies unless a checkpoint is newer, and the checkpoint to load without them.
-    """
+    """Choose between the copies in memory and a newer checkpoint than `start`, after a death; a collective call."""
     step = None if sources is None else sources.step
     newest = coordinator(group, "looking for a checkpoint", lambda: _newest_after(storage, step), CheckpointError)
     # The choice is that of the job's first checkpoint, until it has written another one.
@@ -411,12 +399,7 @@ def _errors_in_one_line() -> Iterator[None]:
 
 
 def _train_here(config: TrainerConfig, path: str, *arguments: Any) -> int | None:
-    """Run one rank in this process.
-
-    Raises:
-        TrainingError: in place of errors without traceback. They must not have the exit code of invalid input, as they
-            do not in local ranks of their own; the message has advice on how to continue.
-    """
+    """Run one rank in this process; errors that have no traceback become a `TrainingError` with advice."""
     try:
         return run_rank(path, *arguments)
     except HPError as error:
@@ -434,11 +417,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _how_to_continue(run: RunFolder, config: TrainerConfig, kind: str | None = None) -> str:
-    """Return the newest checkpoint of a run that ended early, and the command that continues it.
-
-    Args:
-        kind: name of the error that ended it.
-    """
+    """Return the newest checkpoint of a run that ended early by an error `kind`, and the command that continues it."""
     # The command that continues from the newest checkpoint has just failed.
     if kind == UnfitCheckpointError.__name__:
         return (
@@ -570,13 +549,7 @@ def _replacement(config: TrainerConfig) -> Replacement:
 
 
 def remaining_ranks(config: TrainerConfig, first_size: int, size: int, dead: Collection[int]) -> list[int]:
-    """Return the ranks of the replicas that go on without the dead ranks; empty: none is complete.
-
-    They are as many of the complete ones as the global batch can be split over.
-
-    Args:
-        first_size, size: the number of ranks at the start of the job, and now.
-    """
+    """Return the ranks of the complete replicas, as many as can share the global batch; empty: none is complete."""
     now = dims_of(with_fewer_replicas(config, size, first_size), size)
     replicas = [now.coordinate(rank)["dp_replicate"] for rank in range(size)]
     complete = sorted(set(replicas) - {replicas[rank] for rank in dead})

@@ -67,10 +67,7 @@ def is_first_process() -> bool:
 
 
 def num_accelerators(name: str | None) -> int:
-    """Return the number of accelerators of the platform on this machine. This loads its framework if there may be any.
-
-    A platform that is missing or broken counts as 0; `chosen_platform` and the checks report it.
-    """
+    """Return the number of accelerators of the platform on this machine; a missing or broken one counts as 0."""
     platform = chosen_platform(name)
     if isinstance(platform, Problem) or not _may_have_accelerators(platform):
         return 0
@@ -81,10 +78,7 @@ def num_accelerators(name: str | None) -> int:
 
 
 def max_local_ranks(name: str) -> int | None:
-    """Return the most ranks that a platform can have on this machine; None: any number.
-
-    This loads its framework if there may be accelerators.
-    """
+    """Return the most ranks that a platform can have on this machine; None: any number."""
     try:
         return import_platform(name).max_local_ranks() if _may_have_accelerators(name) else None
     except PlatformError:
@@ -123,12 +117,7 @@ def installed_platforms() -> list[str]:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of a job, whose process starts the ranks there and is none of them.
-
-    Attributes:
-        number: its number in the job; the process of machine 0 decides for all.
-        host: address of machine 0.
-    """
+    """A machine of a job, by number; its process starts the ranks there. Machine 0, at `host`, decides for all."""
 
     number: int
     host: str

@@ -122,13 +122,7 @@ def _budget_problems(dims: ParallelDims, config: TrainerConfig, platform: str) -
 def find_pipeline_problems(
     dims: ParallelDims, config: TrainerConfig, *, is_shortened: bool = False
 ) -> Iterator[Problem]:
-    """Yield the problems of running this model and batch in a pipeline of `dims.pp` ranks.
-
-    The schedule is built and simulated, so that one that would deadlock is rejected before a rank starts.
-
-    Args:
-        is_shortened: as in `make_schedule`.
-    """
+    """Yield the problems of this model and batch in a pipeline, whose schedule is built and simulated."""
     name = config.pipeline.schedule
     if name not in schedule_names():
         known = join_choices(schedule_names())

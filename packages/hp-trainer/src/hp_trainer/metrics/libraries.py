@@ -85,11 +85,7 @@ class WandbConfig:
 
 
 class WandbTracker(Tracker):
-    """Logs every step under its own number, and the configuration. A resumed run continues with the same id.
-
-    Args:
-        run_id: id of the run, the same after a resume.
-    """
+    """Logs every step under its own number, and the configuration. A resumed run continues with the same id."""
 
     def __init__(self, options: WandbConfig, run_id: str) -> None:
         self._options, self._run_id = options, run_id

@@ -48,7 +48,6 @@ class PlainModel(nn.Module):
             self.initializer = lambda name, shape: module.initializer(name.removeprefix("module."), shape)
 
     def forward(self, ids: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
-        """See `hp_trainer.models.LanguageModel`."""
         if positions is not None:
             raise TrainingError(
                 "a plain module cannot separate packed documents; turn data.packing off, or use model.name=decoder"

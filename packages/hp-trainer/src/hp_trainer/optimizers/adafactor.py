@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field
 
-from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import replicate_like, to_full, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.config import section
+from hp_trainer.optimizers.elementwise import ParameterOptimizer
 
 Tensor = Any
 
@@ -36,58 +36,28 @@ class AdafactorConfig:
         return (math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))) * itemsize
 
 
-class Adafactor:
-    """Adafactor without momentum (arXiv 1804.04235, algorithms 4 and 5); see `hp_trainer.training.Optimizer`.
+class Adafactor(ParameterOptimizer):
+    """Adafactor without momentum (arXiv 1804.04235, algorithms 4 and 5).
 
     The state of a parameter `[..., rows, columns]` is the means of its squared gradients over columns and over rows,
     replicated on every rank. The state of a vector is its squared gradients, sharded as the vector. Means over a
     sharded dimension are DTensor operations, so every layout has the same numbers up to rounding.
-
-    Args:
-        parameters: (name, parameter), DTensors or plain.
-        options: settings of the optimizer.
-        platform: the platform of the tensors.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, Tensor]], options: AdafactorConfig, platform: Platform) -> None:
-        self.num_steps = 0
-        self._options, self._platform = options, platform
-        self._parameters = dict(parameters)
-        with platform.no_grad():
-            self._state = {name: self._zeros(x) for name, x in self._parameters.items()}
+    options: AdafactorConfig
 
-    def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient, and count the update."""
-        self.num_steps += 1
+    def _update(self, name: str, parameter: Tensor, grad: Tensor, learning_rate: float) -> None:
+        ops, options = self.platform.ops, self.options
         # beta2_t = 1 - t**-c (section 7): 0 at the first step, so the moment needs no bias correction.
-        decay = 1.0 - self.num_steps**-self._options.decay_power
-        with self._platform.no_grad():
-            for name, parameter in self._parameters.items():
-                grad = self._platform.get_grad(parameter)
-                if grad is not None:
-                    self._update(parameter, grad, self._state[name], decay, learning_rate)
-
-    def zero_grad(self) -> None:
-        """Remove all gradients."""
-        for parameter in self._parameters.values():
-            self._platform.set_grad(parameter, None)
-
-    def state(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return `row` and `column`, or `square`, of each parameter by name."""
-        return self._state
-
-    def _update(
-        self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], decay: float, learning_rate: float
-    ) -> None:
-        ops, options = self._platform.ops, self._options
-        data = self._platform.detach(parameter)
+        decay = 1.0 - (self.num_steps + 1) ** -options.decay_power
+        data = self.platform.detach(parameter)
         # eps_1 is added to the squares, before the mean (algorithm 4), so that zero gradients do not divide by zero.
         squares = ops.add(ops.mul(grad, grad), options.eps)
-        moment = self._moment(squares, state, decay)
+        moment = self._moment(squares, self._state[name], decay)
         update = ops.mul(grad, ops.rsqrt(moment))
         # Updates are clipped by their root mean square (section 6), then scaled by that of the weights (section 8).
         size = ops.sqrt(self._mean_square(update))
-        one = ops.ones((), self._platform.dtype("float32"))
+        one = ops.ones((), self.platform.dtype("float32"))
         update = ops.div(update, replicate_like(ops.maximum(ops.div(size, options.clip_threshold), one), update))
         scale = ops.clamp(ops.sqrt(self._mean_square(data)), min=options.smallest_scale)
         update = ops.mul(update, replicate_like(ops.mul(scale, learning_rate), update))
@@ -97,7 +67,7 @@ class Adafactor:
 
     def _moment(self, squares: Tensor, state: Mapping[str, Tensor], decay: float) -> Tensor:
         """Update the second moment with squared gradients, and return it sharded as they are."""
-        ops = self._platform.ops
+        ops = self.platform.ops
         if "square" in state:
             self._mix(state["square"], squares, decay)
             return state["square"]
@@ -112,22 +82,22 @@ class Adafactor:
         return ops.mul(rows, replicate_like(ops.unsqueeze(column, -2), squares))
 
     def _mix(self, moment: Tensor, new: Tensor, decay: float) -> None:
-        ops = self._platform.ops
+        ops = self.platform.ops
         self._copy(moment, ops.add(ops.mul(moment, decay), ops.mul(new, 1 - decay)))
 
     def _mean_square(self, x: Tensor) -> Tensor:
-        return to_full(self._platform.ops.mean(self._platform.ops.mul(x, x)))
+        return to_full(self.platform.ops.mean(self.platform.ops.mul(x, x)))
 
     def _copy(self, to: Tensor, x: Tensor) -> None:
         if isinstance(to, DTensor):
             # The local shards can be copied only if both have the same placements.
             x = x.redistribute(to.spec.mesh, to.spec.placements)
-            self._platform.copy_(self._platform.unwrap(to), self._platform.unwrap(x))
+            self.platform.copy_(self.platform.unwrap(to), self.platform.unwrap(x))
         else:
-            self._platform.copy_(to, x)
+            self.platform.copy_(to, x)
 
-    def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
-        platform, shape = self._platform, tuple(parameter.shape)
+    def _initial(self, parameter: Tensor) -> dict[str, Any]:
+        platform, shape = self.platform, tuple(parameter.shape)
         if len(shape) >= 2:
             # Plain, not DTensors: row and column are small, and every rank has all of them.
             row, column = shape[:-1], (*shape[:-2], shape[-1])

@@ -20,7 +20,7 @@ from hp_dtensor.platform.interface import Platform
 from hp_dtensor.tensor.conversions import local_of, zeros_placed_like
 from hp_dtensor.tensor.dtensor import DTensor
 from hp_trainer.config import AdamWConfig, section
-from hp_trainer.optimizers.elementwise import adamw_update
+from hp_trainer.optimizers.elementwise import ParameterOptimizer, adamw_update
 
 
 @section
@@ -122,25 +122,14 @@ def dynamic_values(*, signed: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Blocks:
-    """A quantized tensor.
-
-    Attributes:
-        codes: uint8 `[blocks, size]`.
-        scales: the largest absolute value of each block, float32 `[blocks, 1]`.
-    """
+    """A quantized tensor: uint8 codes `[blocks, size]`, and the largest absolute values, float32 `[blocks, 1]`."""
 
     codes: Tensor
     scales: Tensor
 
 
 class BlockwiseCodes:
-    """Quantizes float32 tensors and back.
-
-    A block is a span of the last dimension. Blocks start again in each row, and the last one of a row may be shorter.
-
-    Args:
-        signed: whether numbers may be negative.
-    """
+    """Quantizes float32 tensors, perhaps `signed`, and back, in spans of a row, the last of which may be shorter."""
 
     def __init__(self, platform: Platform, block_size: int, find_codes: FindCodes, *, signed: bool) -> None:
         self._platform, self._block_size, self._find_codes = platform, block_size, find_codes
@@ -193,8 +182,8 @@ class BlockwiseCodes:
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, AdamW8bitConfig], tuple[Tensor, Tensor]]
 
 
-class AdamW8bit:
-    """AdamW (arXiv 1711.05101) with block-wise 8-bit moments (arXiv 2110.02861); see `hp_trainer.training.Optimizer`.
+class AdamW8bit(ParameterOptimizer):
+    """AdamW (arXiv 1711.05101) with block-wise 8-bit moments (arXiv 2110.02861).
 
     Each rank quantizes its own shards. No block spans two rows, so shards of full rows have the same codes in every
     layout; a shard of part of the last dimension has blocks of its own. Checkpoints hold the moments dequantized to
@@ -204,12 +193,12 @@ class AdamW8bit:
     All computation is in float32, even if parameters and gradients are bfloat16 or float16.
 
     Args:
-        parameters: (name, parameter), DTensors or plain.
-        options: settings of the optimizer.
-        platform: the platform of the tensors.
+        parameters, options, platform: as for `ParameterOptimizer`.
         find_codes: the platform's search for the code of a number; None: NumPy's, on the host.
         update: the platform's own fused update; None: the update is composed of its operations.
     """
+
+    options: AdamW8bitConfig
 
     def __init__(
         self,
@@ -223,36 +212,17 @@ class AdamW8bit:
             return platform.from_numpy(search.find(platform.to_numpy(x)), platform.device_of(x))
 
         find_codes = find_codes or find_on_host
-        self.num_steps = 0
         self._own_update = update
-        self._options, self._platform = options, platform
-        self._parameters = dict(parameters)
         self._kinds = {
             "exp_avg": BlockwiseCodes(platform, options.block_size, find_codes, signed=True),
             "exp_avg_sq": BlockwiseCodes(platform, options.block_size, find_codes, signed=False),
         }
+        super().__init__(parameters, options, platform)
+
+    def _initial(self, parameter: Tensor) -> dict[str, Any]:
         # `Blocks`, or float32 tensors for parameters that are too small to quantize.
-        self._state: dict[str, dict[str, Any]] = {}
-        with platform.no_grad():
-            for name, parameter in self._parameters.items():
-                zeros = zeros_placed_like(platform, parameter, platform.dtype("float32"))
-                self._state[name] = dict.fromkeys(self._kinds)
-                for slot in self._kinds:
-                    self.set_state(name, slot, zeros)
-
-    def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient, and count the update."""
-        self.num_steps += 1
-        with self._platform.no_grad():
-            for name, parameter in self._parameters.items():
-                grad = self._platform.get_grad(parameter)
-                if grad is not None:
-                    self._update(name, parameter, local_of(self._platform, grad), learning_rate)
-
-    def zero_grad(self) -> None:
-        """Remove all gradients."""
-        for parameter in self._parameters.values():
-            self._platform.set_grad(parameter, None)
+        zeros = local_of(self.platform, zeros_placed_like(self.platform, parameter, self.platform.dtype("float32")))
+        return {slot: self._stored(parameter, slot, zeros) for slot in self._kinds}
 
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return `exp_avg` and `exp_avg_sq` of each parameter by name, dequantized on access.
@@ -267,61 +237,63 @@ class AdamW8bit:
         local = self._local_moment(name, slot)
         if not isinstance(parameter, DTensor):
             return local
-        return self._platform.wrap(local, parameter.spec.with_dtype(local.dtype))
+        return self.platform.wrap(local, parameter.spec.with_dtype(local.dtype))
 
     def set_state(self, name: str, slot: str, values: Tensor) -> None:
         """Set a moment to values that are sharded as its parameter."""
-        with self._platform.no_grad():
-            local = self._platform.detach(local_of(self._platform, values))
-            self._store(name, slot, self._platform.ops.cast(local, self._platform.dtype("float32")))
+        with self.platform.no_grad():
+            local = self.platform.detach(local_of(self.platform, values))
+            values = self.platform.ops.cast(local, self.platform.dtype("float32"))
+            self._state[name][slot] = self._stored(self._parameters[name], slot, values)
 
     def state_bytes(self, platform: Platform) -> int:
         """Return the bytes of this rank's moments."""
         total = 0
         for name, slots in self._state.items():
-            shape = tuple(platform.local_shape(self._parameters[name]))
+            parameter = self._parameters[name]
+            shape = tuple(platform.local_shape(parameter))
             for slot in slots:
-                total += self._kinds[slot].num_bytes(shape) if self._is_coded(name) else 4 * math.prod(shape)
+                total += self._kinds[slot].num_bytes(shape) if self._is_coded(parameter) else 4 * math.prod(shape)
         return total
 
     def _update(self, name: str, parameter: Tensor, grad: Tensor, learning_rate: float) -> None:
-        ops, options = self._platform.ops, self._options
-        float32, local = self._platform.dtype("float32"), self._platform.detach(local_of(self._platform, parameter))
-        weight, grad = ops.cast(local, float32), ops.cast(grad, float32)
+        ops, options = self.platform.ops, self.options
+        float32, local = self.platform.dtype("float32"), self.platform.detach(local_of(self.platform, parameter))
+        weight, grad = ops.cast(local, float32), ops.cast(local_of(self.platform, grad), float32)
+        # Bias correction counts updates from 1.
+        count = self.num_steps + 1
         mean, square = (self._local_moment(name, slot) for slot in self._kinds)
         if self._own_update is not None:
-            mean, square = self._own_update(weight, grad, mean, square, self.num_steps, learning_rate, options)
+            mean, square = self._own_update(weight, grad, mean, square, count, learning_rate, options)
             # In float32 the cast returned `local` itself, which the platform's update has written.
             if local.dtype != float32:
-                self._platform.copy_(local, ops.cast(weight, local.dtype))
+                self.platform.copy_(local, ops.cast(weight, local.dtype))
         else:
             updated, mean, square = adamw_update(
-                self._platform, weight, grad, mean, square, self.num_steps, learning_rate, options
+                self.platform, weight, grad, mean, square, count, learning_rate, options
             )
-            self._platform.copy_(local, ops.cast(updated, local.dtype))
-        self._store(name, "exp_avg", mean)
-        self._store(name, "exp_avg_sq", square)
+            self.platform.copy_(local, ops.cast(updated, local.dtype))
+        for slot, values in (("exp_avg", mean), ("exp_avg_sq", square)):
+            self._state[name][slot] = self._stored(parameter, slot, values)
 
     def _local_moment(self, name: str, slot: str) -> Tensor:
         stored = self._state[name][slot]
         if not isinstance(stored, Blocks):
             return stored
-        shape = tuple(self._platform.local_shape(self._parameters[name]))
+        shape = tuple(self.platform.local_shape(self._parameters[name]))
         return self._kinds[slot].dequantize(stored, shape)
 
-    def _store(self, name: str, slot: str, values: Tensor) -> None:
-        if self._is_coded(name):
-            self._state[name][slot] = self._kinds[slot].quantize(values)
-        else:
-            # A copy: `values` may be shared, as the initial zeros of both moments are.
-            self._state[name][slot] = self._platform.ops.clone(values)
+    def _stored(self, parameter: Tensor, slot: str, values: Tensor) -> Any:
+        if self._is_coded(parameter):
+            return self._kinds[slot].quantize(values)
+        # A copy: `values` may be shared, as the initial zeros of both moments are.
+        return self.platform.ops.clone(values)
 
-    def _is_coded(self, name: str) -> bool:
+    def _is_coded(self, parameter: Tensor) -> bool:
         """Return whether a parameter's moments are quantized; its global size decides, so all layouts agree."""
-        parameter = self._parameters[name]
-        is_large = math.prod(parameter.shape) >= self._options.min_elements and len(parameter.shape) > 0
+        is_large = math.prod(parameter.shape) >= self.options.min_elements and len(parameter.shape) > 0
         # A rank with an empty shard has nothing to quantize.
-        return is_large and math.prod(self._platform.local_shape(parameter)) > 0
+        return is_large and math.prod(self.platform.local_shape(parameter)) > 0
 
 
 class _Moments(Mapping[str, Mapping[str, Tensor]]):

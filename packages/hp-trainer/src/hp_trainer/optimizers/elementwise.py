@@ -17,45 +17,38 @@ from hp_trainer.config.schema import DecayRate
 Tensor = Any
 
 
-class ElementwiseOptimizer(ABC):
-    """Base of elementwise optimizers; see `hp_trainer.training.Optimizer`.
+class ParameterOptimizer(ABC):
+    """Base of optimizers that update one parameter after the other; see `hp_trainer.training.Optimizer`.
 
     Args:
         parameters: (name, parameter), DTensors or plain.
         options: settings of the optimizer.
         platform: the platform of the tensors.
-
-    Attributes:
-        slots: names of a parameter's state tensors, which are sharded as the parameter and initially zero.
     """
-
-    slots: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]], options: Any, platform: Platform) -> None:
         self.num_steps = 0
         self.options, self.platform = options, platform
         self._parameters = dict(parameters)
         with platform.no_grad():
-            self._state = {
-                name: {slot: zeros_placed_like(platform, x) for slot in self.slots}
-                for name, x in self._parameters.items()
-            }
+            self._state = {name: self._initial(x) for name, x in self._parameters.items()}
 
     def step(self, learning_rate: float) -> None:
         """Update every parameter that has a gradient, and count the update."""
-        platform = self.platform
-        with platform.no_grad():
+        with self.platform.no_grad():
             for name, parameter in self._parameters.items():
-                grad = platform.get_grad(parameter)
+                grad = self.platform.get_grad(parameter)
                 if grad is not None:
-                    # Elementwise updates need no other rank's elements, so they bypass DTensor dispatch.
-                    state = {slot: local_of(platform, x) for slot, x in self._state[name].items()}
-                    self.update(local_of(platform, parameter), local_of(platform, grad), state, learning_rate)
+                    self._update(name, parameter, grad, learning_rate)
         self.num_steps += 1
 
     @abstractmethod
-    def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
-        """Update a parameter and its state in place; all are local tensors of one shape."""
+    def _initial(self, parameter: Tensor) -> dict[str, Any]:
+        """Return the state of a parameter before the first update, by slot."""
+
+    @abstractmethod
+    def _update(self, name: str, parameter: Tensor, grad: Tensor, learning_rate: float) -> None:
+        """Update a parameter and its state. `num_steps` is the number of updates before this one."""
 
     def zero_grad(self) -> None:
         """Remove all gradients."""
@@ -65,6 +58,29 @@ class ElementwiseOptimizer(ABC):
     def state(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the state of each parameter by name and slot."""
         return self._state
+
+
+class ElementwiseOptimizer(ParameterOptimizer):
+    """Base of elementwise optimizers.
+
+    Attributes:
+        slots: names of a parameter's state tensors, which are sharded as the parameter and initially zero.
+    """
+
+    slots: ClassVar[tuple[str, ...]] = ()
+
+    def _initial(self, parameter: Tensor) -> dict[str, Any]:
+        return {slot: zeros_placed_like(self.platform, parameter) for slot in self.slots}
+
+    def _update(self, name: str, parameter: Tensor, grad: Tensor, learning_rate: float) -> None:
+        # Elementwise updates need no other rank's elements, so they bypass DTensor dispatch.
+        platform, state = self.platform, self._state[name]
+        local = {slot: local_of(platform, x) for slot, x in state.items()}
+        self.update(local_of(platform, parameter), local_of(platform, grad), local, learning_rate)
+
+    @abstractmethod
+    def update(self, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], learning_rate: float) -> None:
+        """Update a parameter and its state in place; all are local tensors of one shape."""
 
 
 class AdamW(ElementwiseOptimizer):

@@ -55,11 +55,7 @@ def build_on_host(
 
 
 def split_into_buckets(counts: Sequence[int], most: int) -> Iterator[slice]:
-    """Yield consecutive slices of `counts`, each of at most `most` elements together, or of one larger tensor.
-
-    Args:
-        counts: elements of each tensor, unsharded, so that all ranks split alike.
-    """
+    """Yield slices of `counts` of at most `most`, or of one larger tensor; unsharded, so that all ranks split alike."""
     start = elements = 0
     for index, count in enumerate(counts):
         if index > start and elements + count > most:
@@ -78,7 +74,6 @@ class OptimizerOnHost(GroupedOptimizer):
         self._buckets = buckets
 
     def step(self, learning_rate: float) -> None:
-        """Update every parameter that has a gradient, and count the update."""
         for number, bucket in enumerate(self._buckets):
             # This bucket and the next, whose copy overlaps with this update. `prefetch` does nothing for a copy that
             # has started.

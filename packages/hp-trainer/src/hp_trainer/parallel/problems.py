@@ -165,12 +165,7 @@ def _wrong_product(dims: Any, names: tuple[str, ...]) -> Problem:
 
 
 def _nearest_products(dims: Any, names: tuple[str, ...], *, divides: bool) -> str:
-    """Return a hint: for each single degree the values that satisfy the equation, and the world size that does.
-
-    Args:
-        names: degrees of the equation.
-        divides: their product must divide the world size, else equal it.
-    """
+    """Return a hint: values of each single degree, and a world size, with which the product divides or equals it."""
     total = product(dims, names)
     choices = []
     for name in names:

@@ -135,10 +135,7 @@ def _reader(checkpoint: Checkpoint, averaged: bool) -> ReadBox:
 
 
 def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any]]:
-    """Return the architecture and the content of `config.json`.
-
-    The `config.json` of `model.from` is used unchanged if the options of the model still mean the same.
-    """
+    """Return the architecture and `config.json`: that of `model.from`, if the options still mean the same."""
     options = config.model.options
     original = run.model_files / "config.json"
     # With scaled RoPE the usable length is a multiple of the original one.
@@ -161,13 +158,7 @@ def _describe(run: RunFolder, config: TrainerConfig) -> tuple[str, dict[str, Any
 
 
 def _losses(options: Any, unmapped: list[str], read: ReadBox, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Describe the parts of this model's computation, outside of training, that the exported model would lack.
-
-    Args:
-        unmapped: parameters and buffers for which the architecture has no tensor.
-        read: reads a box of one of them.
-        shapes: their global shapes.
-    """
+    """Describe what the exported model would lack outside of training; the architecture has no `unmapped` tensor."""
     # Adapters are merged, and only training reads the state of a loss. A bias that never moved changes nothing.
     remaining = [name for name in unmapped if ".lora_" not in name and not name.endswith(_TRAINING_STATE)]
     lost = [name for name in remaining if np.any(read(name, Box.full(shapes[name])))]
@@ -261,13 +252,7 @@ def import_checkpoint(
 
 
 def convert_weights(found: ForeignCheckpoint, where: Path, folder: Path, prefix: str) -> int:
-    """Write the tensors whose names start with `prefix`, without the prefix, to `model.safetensors` in a new directory.
-
-    Only one tensor is in memory at a time. With a `config.json` the directory can be used as `model.from`.
-
-    Returns:
-        The number of tensors.
-    """
+    """Write the tensors that start with `prefix`, one by one, to a new `model.safetensors`; return their number."""
     tensors = {name: kind for name, kind in found.tensors().items() if name.startswith(prefix) and name != STATE}
     if not tensors:
         some = ", ".join(list(found.tensors())[:4]) or "none"

@@ -146,10 +146,7 @@ class Demand:
         return recomputation + sum(self.exposed_copies(chosen, rates))
 
     def exposed_copies(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> Iterator[float]:
-        """Yield the part of each block's copies that computation does not hide, in operations.
-
-        The next block's forward overlaps with copies to the host, and its backward with copies back.
-        """
+        """Yield the part of each block's copies that the next block does not hide, in operations."""
         for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
             if each.offloads and not self.never_offloads(index):
                 after, copied = self.blocks[index + 1], rates.host * (block.saved(each) - block.on_device(each))
@@ -205,11 +202,7 @@ class RecomputePlan:
 
 
 class BudgetError(ValueError):
-    """No choice stays within a budget of activations.
-
-    Attributes:
-        least: bytes of a budget that can be satisfied: the least peak of one choice for all blocks.
-    """
+    """No choice stays within a budget of activations; `least` is one that can be satisfied."""
 
     def __init__(self, budget: float, least: float, *, offloads: bool = False) -> None:
         where = "is recomputed and offloaded" if offloads else "is recomputed"
@@ -560,11 +553,7 @@ def plan_activations(
     fused_experts: bool = True,
     rates: CostRates = ESTIMATED,
 ) -> ActivationPlan:
-    """Choose what each block recomputes or offloads, so that every rank stays within `training.activation_budget`.
-
-    The result is the same on every rank with the same rates: otherwise it depends only on the settings. The model's
-    options must have estimates.
-    """
+    """Choose what each block recomputes or offloads within `training.activation_budget`, alike for equal rates."""
     assert config.training.activation_budget is not None
     budget = parse_size(config.training.activation_budget)
     shape = micro_batch_shape(config, dims, fused_experts=fused_experts)
@@ -579,10 +568,7 @@ def plan_activations(
 
 
 def fuses_experts(platform: Platform, dtype: str, *, on_host: bool) -> bool:
-    """Return whether a platform computes all experts of a block in one operation, which saves fewer activations.
-
-    On a CPU the fused operation supports float32 only.
-    """
+    """Return whether a platform computes all experts of a block in one operation: on a CPU only in float32."""
     return has_fused_experts(platform) and (dtype == "float32" or not on_host)
 
 
@@ -593,13 +579,7 @@ _BYTES = 2**22
 
 
 def measure_rates(platform: Platform, dtype: str, group: ProcessGroup, *, offloads: bool = False) -> CostRates:
-    """Measure the rates of the devices of a group, in a fraction of a second.
-
-    A collective: every rank of the group calls it, and gets the medians over all ranks.
-
-    Args:
-        offloads: measure copies to the host too, which the platform must support; otherwise they are estimated.
-    """
+    """Measure the rates of the devices of a group, `offloads` too; a collective call, which returns medians."""
     with platform.no_grad():
         operations = _product_rate(platform, platform.dtype(dtype))
         x = platform.zeros((_BYTES // 4,), platform.dtype("float32"))

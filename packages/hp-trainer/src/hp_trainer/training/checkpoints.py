@@ -30,11 +30,7 @@ class Progress:
 
 
 class TrainingCheckpoints:
-    """Saves and loads everything that training changes, independent of layout, number of ranks and platform.
-
-    Args:
-        copies: texts of the run's small files by name, of which each checkpoint has a copy; see `RunFolder.restore`.
-    """
+    """Saves and loads all that training changes in any layout, with copies of the run's small files by name."""
 
     def __init__(
         self,
@@ -47,11 +43,7 @@ class TrainingCheckpoints:
         self.guard = LossGuard(setup.config.training.guard)
 
     def newest(self, before: str | None = None, *, content: bool = True) -> str | None:
-        """Return the folder name of the newest sound checkpoint (before another one); None: there is none.
-
-        Args:
-            content: compare checksums too, not only sizes and headers.
-        """
+        """Return the newest sound checkpoint (before another one); without `content`, by sizes and headers alone."""
         found = find_latest(self._storage, content=content, before=before).checkpoint
         return None if found is None else found.folder
 
@@ -60,15 +52,7 @@ class TrainingCheckpoints:
         return next((step for name in list_checkpoints(self._storage) if (step := step_of(name)) <= most), None)
 
     def start(self, progress: Progress, extra_state: Mapping[str, Any], *, background: bool) -> PendingSave:
-        """Start a checkpoint on all ranks; it is complete after `publish` of the result.
-
-        Args:
-            extra_state: further values of its state, such as the loss, for lists of checkpoints.
-            background: write it in a thread; see `PendingSave`.
-
-        Raises:
-            CheckpointError: on every rank if it cannot be started.
-        """
+        """Start a checkpoint with `extra_state` on all ranks, or raise on all; it is complete after `publish`."""
         setup, elsewhere = self._setup, set()
         if setup.pipeline is not None:
             # This rank's copies of tied weights, which another stage writes.
@@ -88,10 +72,7 @@ class TrainingCheckpoints:
         )
 
     def load(self, folder: str, choice: Choice = "newest that fits") -> Progress:
-        """Load model, optimizer and loss scaling from a checkpoint, and return its position. A collective call.
-
-        Newer checkpoints are set aside: the run continues from this one.
-        """
+        """Load all from a checkpoint, and return its position; newer ones are set aside. A collective call."""
         setup, read = self._setup, self._open(folder)
 
         def aside() -> list[str]:
@@ -154,11 +135,7 @@ class TrainingCheckpoints:
             return checkpoint
 
     def _open(self, folder: str) -> Checkpoint:
-        """Open a checkpoint on every rank.
-
-        Raises:
-            CheckpointError: on every rank, if one could not read it.
-        """
+        """Open a checkpoint on every rank; an error of one is raised on all."""
         opened: list[Checkpoint] = []
 
         def open_here() -> None:

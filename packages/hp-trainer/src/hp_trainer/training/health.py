@@ -39,11 +39,7 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision about a step, before it updates anything.
-
-    Attributes:
-        reason: a clause with the loss or norm; empty if the step continues.
-    """
+    """The decision about a step, before it updates anything; its reason is empty if the step continues."""
 
     action: Action
     reason: str = ""
@@ -64,11 +60,7 @@ def nonfinite_scores(error: Exception, step: int) -> TrainingError | None:
 
 
 class LossGuard:
-    """Judges the loss and the gradient norm of each step.
-
-    Attributes:
-        interventions: number of steps in a row that were skipped or rolled back.
-    """
+    """Judges loss and gradient norm of each step; `interventions` steps in a row were skipped or rolled back."""
 
     def __init__(self, config: GuardConfig) -> None:
         self._config = config
@@ -171,19 +163,12 @@ class CorruptionChecks:
         return loss
 
     def compare_replicas(self, step: int) -> None:
-        """Compare the weights of replicas by digests.
-
-        Raises:
-            SilentCorruptionError: on every rank if replicas differ; names the ranks that differ from the majority.
-        """
+        """Compare the weights of replicas by digests. Every rank raises the error, which names those that differ."""
         weights = self._platform.named_parameters(self._setup.model)
         self._compare(step, "weights", (parameter for _, parameter in weights))
 
     def compare_saved(self, step: int) -> None:
-        """Compare weights, averages and optimizer states of replicas before they are saved; see `compare_replicas`.
-
-        One replica writes a tensor and all replicas load it, after which a difference could no longer be found.
-        """
+        """Compare all states of replicas before one of them saves and all load it; see `compare_replicas`."""
         setup = self._setup
         # Buffers are left out: those of normalizations may differ between replicas.
         buffers = {f"model.{name}" for name, _ in self._platform.named_buffers(setup.model)}
@@ -259,11 +244,7 @@ def _replica_group(tensor: Tensor) -> str:
 
 
 def odd_ranks(digests: list[Mapping[str, int]]) -> list[int]:
-    """Return the ranks whose digest differs from the majority of their replica group; in a tie, all of its ranks.
-
-    Args:
-        digests: for each rank, its digests by replica group.
-    """
+    """Return the ranks that differ from most of their replica group (in a tie all), by the digests of each rank."""
     groups: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rank, found in enumerate(digests):
         for name, digest in found.items():

@@ -73,11 +73,7 @@ class WeightAverage:
                 self._platform.copy_(average, self._platform.ops.cast(weight, average.dtype))
 
     def update(self, num_steps: int) -> None:
-        """Add the current weights to the average.
-
-        Args:
-            num_steps: n of the class's formula: number of updates of the optimizer, including the last one.
-        """
+        """Add the current weights to the average, after `num_steps` updates."""
         # With the full decay, the initial weights would dominate for 1 / (1 - decay) steps.
         decay = min(self.decay, (1 + num_steps) / (10 + num_steps))
         ops = self._platform.ops
@@ -88,11 +84,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the averages as the model's weights inside the block; the weights are restored bit for bit.
-
-        Each weight is swapped with its average, which needs memory for one more shard at a time. Only weights of a
-        narrower dtype than their average are copied: swapping would round the average.
-        """
+        """Use the averages as weights inside the block, by swaps; a narrower weight is copied, not to round."""
         copies = self._swap_in_averages()
         try:
             yield

@@ -86,12 +86,7 @@ def stage_parts(config: TrainerConfig, num_stages: int) -> tuple[ModelPart, ...]
 
 
 def make_schedule(config: TrainerConfig, dims: ParallelDims, *, is_shortened: bool = False) -> Schedule:
-    """Build and validate the schedule of a step.
-
-    Args:
-        is_shortened: build only as many micro-batches as `checked_microbatches` returns, and validate only schedules
-            that are not built in.
-    """
+    """Build and validate the schedule of a step; `is_shortened`: of few micro-batches, validating foreign ones."""
     settings = config.pipeline
     schedule = build_schedule(
         settings.schedule,
@@ -206,12 +201,7 @@ class PipelinedModel:
         self._loss_sums: list[Tensor] = []
 
     def accumulate_gradients(self, batch: Batch, scale: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run forward and backward of a step; return the summed loss on the rank of the last stage, zero on others.
-
-        Args:
-            batch: the samples of this pipeline, the same on all its ranks.
-            scale: returns the value that backward starts from, given the summed loss of a micro-batch.
-        """
+        """Run forward, and backward from `scale(loss)`, of a step; return the summed loss on the last stage, else 0."""
         self._scale = scale
         return self._run(batch, forward_only=False)
 

@@ -104,14 +104,7 @@ class StepRecorder:
 
     @contextmanager
     def step(self, number: int, first_row: int) -> Iterator[None]:
-        """Record a step.
-
-        Args:
-            first_row: index in the run of the first sample of this step.
-
-        Raises:
-            TrainingError: on every rank if `training.compare_with` found a difference, unless it is to warn.
-        """
+        """Record a step from the sample `first_row` on; a difference that is not only to warn raises on every rank."""
         self._first_row = first_row
         # With float16 gradients still have the loss scale when they are recorded, and runs may have different scales.
         self._recorder.gradient_factor = 1 / self._setup.scaler.get_scale()
@@ -140,12 +133,7 @@ class StepRecorder:
             del steps[old]
 
     def set_rows(self, rows: np.ndarray | None, sharding: SequenceSharding | None) -> None:
-        """Set the samples and positions of the next forward.
-
-        Args:
-            rows: int64 `[batch]`, the index of each sample in the run.
-            sharding: of the sequence over context parallel ranks; None: unsharded.
-        """
+        """Set the index in the run of each sample, and the positions by sharding, of the next forward."""
         training = self._setup.config.training
         assert rows is not None
         length = training.sequence_length
@@ -161,11 +149,7 @@ class StepRecorder:
         self._recorder.states(self._setup.optimizer.state())
 
     def losses(self, loss: float, experts: Mapping[str, LoadMetrics]) -> None:
-        """Record the mean loss of the global batch, and the auxiliary losses and token counts of layers with experts.
-
-        Args:
-            experts: of this step, by the layer's name, over all ranks.
-        """
+        """Record the mean loss of the global batch, and auxiliary losses and token counts by layer, over all ranks."""
         values: dict[str, float | tuple[int, ...]] = {"mean loss": loss}
         for layer, metrics in experts.items():
             values[f"token counts of {layer}"] = metrics.loads
@@ -173,11 +157,7 @@ class StepRecorder:
         self._recorder.losses(values)
 
     def _compare(self, number: int) -> None:
-        """Compare a step with the reference, on rank 0.
-
-        Raises:
-            TrainingError: on every rank if they differ, unless `training.on_difference` is to warn.
-        """
+        """Compare a step with the reference on rank 0; all ranks raise, unless `training.on_difference` is to warn."""
         reference = self._reference
 
         def difference() -> str | None:
@@ -208,10 +188,7 @@ def read_recording(path: str) -> Recording:
 
 
 def _is_in_order(name: str) -> bool:
-    """Return whether the rows of a module's output are those of the batch: routed experts have rows in their order.
-
-    The model's own output is that of its head.
-    """
+    """Return whether the rows of a module's output are those of the batch: routed experts have rows in their order."""
     return bool(name) and "experts" not in name.split(".")
 
 

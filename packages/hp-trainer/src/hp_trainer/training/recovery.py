@@ -85,11 +85,7 @@ class Snapshot:
     def take(
         cls, setup: RankSetup, number: int, values: Mapping[str, Any], memory: Callable[[int], np.ndarray]
     ) -> Snapshot:
-        """Copy the state of this rank to host memory.
-
-        Args:
-            memory: returns uint8 memory of this many bytes for `data`.
-        """
+        """Copy the state of this rank to host memory, that `memory(bytes)` returns as uint8."""
         platform, tensors, offset = setup.platform, [], 0
         locals_ = (local_of(platform, tensor) for _, tensor in _state(setup))
         data = memory(sum(_aligned(math.prod(x.shape) * platform.itemsize(x.dtype)) for x in locals_))
@@ -127,13 +123,7 @@ class Snapshot:
 
 
 class _LastingSnapshot:
-    """A snapshot in a file in memory that outlives this process.
-
-    The file has number, bytes of data and bytes of header (`_PREFIX`); from `_ALIGNMENT` on the data, then the header.
-
-    Attributes:
-        number: that of the snapshot; 0: there is none, or it is incomplete.
-    """
+    """A snapshot in a file in memory that outlives this process. Number 0: there is none, or it is incomplete."""
 
     _PREFIX = struct.Struct("!QQQ")
 
@@ -197,13 +187,7 @@ def replicas_of(config: TrainerConfig, platform: Platform) -> list[int]:
 
 
 def with_fewer_replicas(config: TrainerConfig, world_size: int, first_size: int) -> TrainerConfig:
-    """Return the configuration of a job that continues with some of its replicas.
-
-    The global batch and the layout within a replica are the same, and micro-batches become no larger.
-
-    Args:
-        world_size, first_size: the number of ranks now, and at the start of the job.
-    """
+    """Return the configuration with the replicas that remain: the same global batch, and no larger micro-batches."""
     if world_size == first_size:
         return config
     dims, training = dims_of(config, first_size), config.training
@@ -222,14 +206,7 @@ def with_fewer_replicas(config: TrainerConfig, world_size: int, first_size: int)
 
 
 def partner_of(rank: int, machines: Sequence[int]) -> int:
-    """Return the rank that holds a rank's snapshots.
-
-    Its distance is the same for all ranks, so that each holds those of one other rank: the smallest distance at which
-    as many partners as possible are on another machine.
-
-    Args:
-        machines: index of the machine of each rank.
-    """
+    """Return the rank that holds a rank's snapshots, at the distance with most partners on other machines."""
     of_rank = np.asarray(machines)
     distances = range(1, max(2, len(of_rank)))
     best = max(distances, key=lambda distance: np.count_nonzero(np.roll(of_rank, -distance) != of_rank))
@@ -265,16 +242,7 @@ class StateCopies:
         self.step = self.lost_step = 0
 
     def meet(self, world: World, replicas: Sequence[int]) -> Sources | None:
-        """Exchange addresses with the ranks of a new generation, and choose the state to continue from.
-
-        A collective call.
-
-        Args:
-            replicas: the other ranks whose state is that of this one.
-
-        Returns:
-            The same on all ranks; None: there is no step whose state all ranks could have, as at the start of a job.
-        """
+        """Exchange addresses in a new generation, and choose the state to continue from; None: all ranks have none."""
         generation = hp_dtensor.launch.current_generation()
         assert generation is not None
         slots, machines = generation.slots, generation.machines
@@ -302,10 +270,7 @@ class StateCopies:
         return sources
 
     def restore(self, setup: RankSetup, sources: Sources, timeout_seconds: float) -> dict[str, Any]:
-        """Restore this rank's state, receiving it first if another rank has it; return the values of the trainer.
-
-        A collective call: ranks also send the snapshots that others lack.
-        """
+        """Restore and send the snapshots that ranks lack; return the values of the trainer. A collective call."""
         rank, number, exchange = setup.mesh.world.rank, sources.number, self._exchange
         assert exchange is not None
         for newcomer, (holder, slot) in sources.holders.items():
@@ -331,11 +296,7 @@ class StateCopies:
         return self._has_partners.is_set()
 
     def agree(self, *, everywhere: bool) -> None:
-        """Record whether `is_complete` was True on all ranks; report a snapshot that is late by far.
-
-        Args:
-            everywhere: the same on all ranks.
-        """
+        """Record whether `is_complete` was True `everywhere`; report a snapshot that is late by far."""
         self._is_agreed = everywhere
         num_steps, exchange = self.step - self._step, self._exchange
         if everywhere or exchange is None or num_steps != max(_LATE_STEPS, _LATE_INTERVALS * self._interval):
@@ -429,16 +390,7 @@ class Sources:
 
 
 def choose_sources(facts: Sequence[Mapping[str, Any]], slots: Sequence[int]) -> Sources | None:
-    """Choose the newest snapshot that each rank has, or another rank for it.
-
-    Args:
-        facts: for each rank, the numbers of its `own` snapshots and their `own_steps`, the numbers of those `held` by
-            slot (a text, as in JSON), and its `replicas`.
-        slots: the slot of each rank.
-
-    Returns:
-        The same on all ranks; None: there is no such snapshot.
-    """
+    """Choose the newest snapshot that each rank, or another one for it, has; None: there is none."""
     steps = {number: step for fact in facts for number, step in zip(fact["own"], fact["own_steps"], strict=True)}
     for number in sorted(steps, reverse=True):
         holders: dict[int, tuple[int, int | None] | None] = {
@@ -461,17 +413,7 @@ def _holder(facts: Sequence[Mapping[str, Any]], rank: int, slot: int, number: in
 
 
 class _Exchange:
-    """Sends snapshots to other ranks of one generation and receives theirs, in threads beside the computation.
-
-    Args:
-        copies: receives the snapshots that this rank holds for others.
-        host: address of this machine for the other ranks.
-        slot: the slot of this rank, by which others hold its snapshots.
-
-    Attributes:
-        address: how other ranks reach this one, as JSON values.
-        rank, next_rank: this rank, and the partner that holds its snapshots.
-    """
+    """Sends snapshots to other ranks of one generation and receives theirs, in threads beside the computation."""
 
     def __init__(self, copies: StateCopies, host: str, slot: int) -> None:
         self._copies, self.slot = copies, slot

@@ -175,11 +175,7 @@ def open_dataset(run: RunFolder, config: TrainerConfig) -> Dataset:
 
 
 def refuse_other_data(dataset: Dataset, config: TrainerConfig, group: Group) -> None:
-    """Raise if ranks have opened different data. A collective call.
-
-    Raises:
-        DataError: on every rank, if fingerprints or numbers of samples differ.
-    """
+    """Raise on every rank if ranks have opened data of other fingerprints or sizes. A collective call."""
 
     def describe() -> Any:
         sizes = {"len(train)": len(dataset.train), "len(evaluation)": len(dataset.evaluation)}
@@ -205,12 +201,7 @@ def build_model(
     *,
     weights: bool = True,
 ) -> Any:
-    """Build the model and parallelize it over the mesh. A collective call.
-
-    Args:
-        plan: the stages of a pipeline, of which this rank builds its own; None: build the full model.
-        weights: initialize the weights; False: a checkpoint will be loaded.
-    """
+    """Build the model, or this rank's stages, and parallelize it, perhaps without weights. A collective call."""
     parts = () if plan is None else (plan.parts_of(mesh["pp"].get_local_rank()),)
     # The full parameters never exist: they are created without data, sharded, and only then allocated.
     with without_data(config, platform):
@@ -233,10 +224,7 @@ def build_model(
 
 
 def _replica_problems(config: TrainerConfig, platform: Platform, model: Any, mesh: DeviceMesh) -> Iterator[Problem]:
-    """Yield a problem if a user's model places weights on a mesh that lacks the ranks with replicas of them.
-
-    Gradients would not be summed over the replicas.
-    """
+    """Yield a problem if a user's model places weights on a mesh without the ranks that have replicas of them."""
     replicas = set(mesh["dp_replicate"].ranks())
     unreplicated = [
         name
@@ -284,13 +272,7 @@ def _pipeline_group(plan: StagePlan | None, mesh: DeviceMesh) -> Group:
 
 
 def raise_on_all_ranks(problems: Iterable[Problem], group: Group) -> None:
-    """Raise the problems of any rank of a group, that of a pipeline, on all of its ranks.
-
-    A problem of one stage is unknown to the others, which would otherwise wait for its rank.
-
-    Raises:
-        ParallelDimsError: listing the problems of all ranks, each once.
-    """
+    """Raise the problems of any rank of a pipeline on all of its ranks, which would otherwise wait for it."""
     # Also called without problems: every rank of the pipeline takes part in the collective.
     gathered = all_gather_object(group, [dataclasses.asdict(problem) for problem in problems])
     found = [Problem(**values) for of_rank in gathered for values in of_rank]
@@ -355,15 +337,7 @@ def build_plain_model(
     *parts: Any,
     group: Group | None = None,
 ) -> Any:
-    """Return the model of a configuration with plain, unsharded parameters.
-
-    A module without a method `parallelize` is wrapped as a `PlainModel`. Values that it draws while it is built are
-    seeded by the run's seed.
-
-    Args:
-        parts: passed to the model's builder: the layers of the stages to build.
-        group: the ranks of a pipeline, whose stages together have all parameters; None: this rank has all.
-    """
+    """Return the (parts of the) model with plain, unsharded parameters, wrapped if needed; `group`: of a pipeline."""
     # The same seed on all ranks, so that replicated parameters that a module draws are equal.
     platform.manual_seed(config.training.seed)
     with nn.building(platform):
@@ -404,11 +378,7 @@ def _freeze_problems(is_trained: dict[str, bool], patterns: Iterable[str]) -> It
 
 
 def give_initial_weights(model: Any, config: TrainerConfig, platform: Platform) -> None:
-    """Initialize the parameters from `model.from`; those that it does not have are drawn from the run's seed.
-
-    Raises:
-        CheckpointError: the directory does not match the model; no parameter has been changed.
-    """
+    """Initialize the parameters from `model.from`; those that it does not have are drawn from the run's seed."""
     if config.model.source is None:
         # A plain module has no initializer: it has drawn its values when it was built.
         if hasattr(model, "initializer"):
@@ -437,11 +407,7 @@ def read_weights(model: Any, directory: ModelDirectory, platform: Platform) -> N
 def full_model(
     config: TrainerConfig, platform: Platform, checkpoint: Checkpoint, *, averaged: bool = False
 ) -> Iterator[Any]:
-    """Yield the full model of a checkpoint on one rank, for inference without gradients.
-
-    Args:
-        averaged: use the moving average of the weights.
-    """
+    """Yield the full (averaged) model of a checkpoint on one rank, for inference without gradients."""
     check_model(checkpoint, config)
     # In a world of one rank nothing communicates, even if other ranks run elsewhere.
     with use_world(SilentWorld(0, 1, platform)), platform.no_grad():

@@ -179,10 +179,7 @@ class RankTimes:
         return contextlib.nullcontext() if self._kind is None else self.measure("forward")
 
     def exchanged(self, step: int) -> np.ndarray:
-        """Return the elements to sum over all ranks with the loss of this step; none in most steps.
-
-        They are float32 `[ranks * kinds]`: mean seconds per step since the last exchange, zero except this rank's.
-        """
+        """Return float32 `[ranks * kinds]`, this rank's mean seconds, to sum over all; empty in most steps."""
         if self._factor is None:
             return np.empty(0, np.float32)
         self._num_steps += 1

@@ -90,10 +90,7 @@ class StallWatch:
             self._delete_report()
 
     def explain(self, error: BaseException) -> str | None:
-        """Return which ranks did not take part in a collective that timed out.
-
-        None: the phase has not taken long enough for a timeout, or the error does not come from a collective.
-        """
+        """Return which ranks did not take part in a collective that timed out; None: the error is another one."""
         waited = time.monotonic() - self._since
         # A collective starts after its phase does, so an error long before the timeout has another cause.
         if waited < 0.8 * self._timeout or not is_of_collective(error):
@@ -253,11 +250,7 @@ def read_reports(folder: Path) -> dict[int, StallReport]:
 
 
 def describe_stall(reports: Mapping[int, StallReport], size: int) -> str:
-    """Return which ranks the others wait for, and where those wait.
-
-    Ranks without a report are stopped, dead or unreachable. If there are none, the others wait for the rank that is
-    behind by the most collectives.
-    """
+    """Return which ranks the others wait for, those without a report or the furthest behind, and where those wait."""
     silent = [rank for rank in range(size) if rank not in reports]
     if not reports:
         return f"none of {size} ranks has a report"
@@ -339,11 +332,7 @@ def frames_of_error(error: BaseException | None) -> list[FrameType]:
 
 
 def module_of_frames(frames: Sequence[FrameType], names: Mapping[int, str]) -> str:
-    """Return the innermost module on a stack, and the action of the pipeline; empty outside of both.
-
-    A collective of `hp_fsdp`, also in backward, counts as inside the module whose parameters it gathers or whose
-    gradients it reduces.
-    """
+    """Return the innermost module on a stack, also for a collective of hp_fsdp, and the action of the pipeline."""
     module, action = "", ""
     for frame in reversed(frames):
         # Read once, because each access to f_locals makes a copy.

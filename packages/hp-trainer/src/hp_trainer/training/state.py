@@ -51,12 +51,7 @@ def state_parts(
     written_elsewhere: Collection[str] = (),
     average: WeightAverage | None = None,
 ) -> Iterator[TensorPart]:
-    """Yield this rank's part of a checkpoint. A tensor is copied to the host when it is yielded.
-
-    Args:
-        stage_mesh: the ranks with the same pipeline stages; None: all ranks.
-        written_elsewhere: parameters that another stage has as well, and writes.
-    """
+    """Yield this rank's part of a checkpoint, copied to the host on the way, without what is `written_elsewhere`."""
     # Raises if experts were moved, since their rows would be saved under wrong indices.
     check_state(platform, model)
     buffers = {f"model.{name}" for name, _ in platform.named_buffers(model)}
@@ -117,10 +112,7 @@ def check_fit(
     group: Group | None = None,
     average: WeightAverage | None = None,
 ) -> None:
-    """Check that `load_state` can load a checkpoint, by its index; arguments as in `load_state`.
-
-    All ranks of a pipeline return, or all raise.
-    """
+    """Check by its index that `load_state` can load a checkpoint. All ranks of a pipeline return, or all raise."""
     saved = checkpoint.index.tensors
     state = named_state(platform, model, optimizer, average if _is_averaged(checkpoint) else None)
     expected = {name: [platform.dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in state}
@@ -157,11 +149,7 @@ def load_weights(
     *,
     averaged: bool,
 ) -> None:
-    """Fill this rank's shards of a model for inference.
-
-    Args:
-        averaged: load the moving average of each weight that has one.
-    """
+    """Fill this rank's shards of a model for inference, `averaged`: with moving averages where there are any."""
     saved = checkpoint.index.tensors
     if averaged:
         checkpoint.check_averaged()
@@ -198,10 +186,7 @@ def _parameter_of(name: str) -> str:
 
 
 def _replica_of(platform: Platform, tensor: Tensor, stage_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """Return the index of this rank among the replicas of its box, and the number of replicas.
-
-    The index is -1 on ranks whose mesh does not start with the first rank of the stage; they never write the tensor.
-    """
+    """Return the index of this rank among the replicas of its box (-1: it never writes), and the number of replicas."""
     if not isinstance(tensor, DTensor):
         world = current_world(platform)
         return (world.rank, world.size) if stage_mesh is None else (stage_mesh.get_local_rank(), stage_mesh.size())

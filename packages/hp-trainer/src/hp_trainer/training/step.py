@@ -46,11 +46,7 @@ class OptimizerStep:
         return list(dict.fromkeys(reasons))
 
     def seed_random_numbers(self, step: int) -> None:
-        """Seed the random generators of this rank for a step.
-
-        Random numbers of a model, such as for dropout of a plain module, then depend only on the run's seed and the
-        step, so that a resumed run and a replayed step draw the same ones.
-        """
+        """Seed the random generators of this rank by run and step, so that a resumed run draws the same numbers."""
         drawn = np.random.SeedSequence((self.config.training.seed, step)).generate_state(1, np.uint64)
         self.platform.manual_seed(int(drawn[0]))
 
@@ -138,10 +134,7 @@ class OptimizerStep:
         return bool(self.scaler.found_inf)
 
     def update(self, learning_rate: float) -> bool:
-        """Update the weights with the clipped gradients, drop the gradients, and return whether the weights changed.
-
-        If float16 overflowed on any rank, no rank updates, and the loss scale shrinks.
-        """
+        """Update with clipped gradients, drop these; return False, with no update, if float16 overflowed on a rank."""
         # Read before `update`, which resets it.
         overflowed = self.overflowed
         self.scaler.step(self.optimizer, learning_rate)

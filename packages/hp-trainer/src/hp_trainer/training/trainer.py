@@ -33,12 +33,7 @@ from hp_trainer.training.step import OptimizerStep
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that is being written.
-
-    Attributes:
-        started: time at which it was started (`time.perf_counter`).
-        waited: seconds that training has waited for it so far.
-    """
+    """A checkpoint that is being written since `started`, for which training has waited so far."""
 
     save: PendingSave
     step: int
@@ -279,14 +274,7 @@ class Trainer:
             yield
 
     def _update(self, step: int, loss: float, learning_rate: float) -> tuple[Verdict, float | None, bool]:
-        """Update the weights, unless the guard discards the step or float16 overflowed.
-
-        Returns:
-            The guard's verdict, the gradient norm, and whether the weights were updated.
-
-        Raises:
-            TrainingError: the guard's rule is to stop; nothing was updated.
-        """
+        """Update the weights, unless the step is discarded; return verdict, gradient norm, and whether it was."""
         verdict, norm, updated = self._guard.judge_loss(loss, step), None, False
         if verdict is GO_ON:
             norm = self._step.clip()

@@ -314,7 +314,6 @@ class Decoder(nn.Module):
         *,
         reshard_after_forward: bool | None = None,
     ) -> None:
-        """See `hp_trainer.models.LanguageModel`."""
         parallelize(self, dims, mesh, training, reshard_after_forward=reshard_after_forward)
         if training is not None:
             self.recompute = recompute_by_settings(training, self.config.num_hidden_layers, self.platform)

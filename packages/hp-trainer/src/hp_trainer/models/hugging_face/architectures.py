@@ -134,11 +134,7 @@ def _pattern(kinds: list[str]) -> tuple[str, ...]:
 
 
 def _layer_types(reader: ConfigReader, otherwise: Callable[[int], bool], window: int = 4096) -> Options:
-    """Return the options of sliding windows from `layer_types`; without it, layers with `otherwise(layer)` are sliding.
-
-    Args:
-        window: transformers' default for a missing `sliding_window`; null means no window.
-    """
+    """Return the options of windows from `layer_types`; without it, layers with `otherwise(layer)` are sliding."""
     size, given = _window(reader, window), reader.take(list, "layer_types", default=None)
     if size is None:
         return {}
@@ -443,10 +439,7 @@ ARCHITECTURES: dict[str, Architecture] = {each.model_type: each for each in _ALL
 
 
 def read_architecture(folder: Path) -> tuple[Architecture | None, Options, ConfigReader]:
-    """Return the architecture of a directory, the decoder's options, and the reader with all problems.
-
-    The option `rope_scaling` is a mapping. For an unknown architecture the options are empty.
-    """
+    """Return the architecture of a directory, the decoder's options (of an unknown one none), and the reader."""
     reader = ConfigReader.open(folder)
     if reader.problems:
         return None, {}, reader
@@ -515,14 +508,7 @@ class ConfigReader:
         self.problems.append(Problem(path="", what=text, expected=expected, got=got, hint=hint))
 
     def take(self, kind: type, *keys: str, default: Any = _MISSING, missing: Any = _MISSING) -> Any:
-        """Return the value of the first key that is present and not null, converted to `kind`.
-
-        A value of another type is a problem, and so is a missing key without default. None is returned then.
-
-        Args:
-            default: the value if all keys are missing or null.
-            missing: the value if all keys are missing, where null means something else.
-        """
+        """Return the first key that is present and not null as `kind`, or `default` (if all are absent, `missing`)."""
         if missing is not _MISSING and not any(key in self.values for key in keys):
             return missing
         for key in keys:
@@ -580,10 +566,7 @@ _OF_KIND = {
 
 
 def read_rotary(reader: ConfigReader, theta: float, otherwise: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options `rope_theta` and `rope_scaling` (as a mapping), as transformers 5 reads them.
-
-    `rope_scaling` replaces all of `rope_parameters`, in which transformers 5 also has `rope_theta`.
-    """
+    """Return `rope_theta` and `rope_scaling` as transformers 5 does: `rope_scaling` replaces `rope_parameters`."""
     given = reader.values.get("rope_parameters")
     key = "rope_scaling" if reader.values.get("rope_scaling") or given is None else "rope_parameters"
     given = reader.values.get("rope_scaling") or (otherwise if given is None else given)
@@ -608,11 +591,7 @@ def read_rotary(reader: ConfigReader, theta: float, otherwise: Mapping[str, Any]
 
 
 def _read_scaling(reader: ConfigReader, inner: ConfigReader, kind: str) -> dict[str, Any]:
-    """Return the numbers of scaled rotary angles.
-
-    Args:
-        inner: the rotary settings within the `config.json` of `reader`.
-    """
+    """Return the numbers of scaled rotary angles from the rotary settings `inner` of a `config.json`."""
     numbers = {key: inner.take(float, key, default=None) for key in _NUMBERS}
     original = None
     if kind != "linear":

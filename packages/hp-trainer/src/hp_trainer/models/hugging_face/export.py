@@ -67,12 +67,7 @@ def find_architecture(config: Any) -> Architecture:
 
 
 def meaning(options: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return the options that determine what a model computes, in a form in which equal models compare equal.
-
-    Args:
-        options: all options of the decoder as plain values.
-        layers: number of blocks.
-    """
+    """Return the options that determine what a model of some layers computes, equal for equal models."""
     effective = {name: value for name, value in options.items() if name not in (*TRAINING_ONLY, "name", "from")}
     if effective["num_experts"] is None:
         unused: tuple[str, ...] = _OF_EXPERTS
@@ -248,12 +243,7 @@ _PREFIX = "base_model.model."
 
 
 def merging(read: ReadBox, shapes: dict[str, tuple[int, ...]], scale: float) -> ReadBox:
-    """Return a reader that adds `scale * lora_B @ lora_A` to the weights that have an adapter.
-
-    Args:
-        read: (name of a parameter, box) -> float32 values.
-        shapes: shape of every parameter by name, those of adapters among them.
-    """
+    """Return a reader that adds `scale * lora_B @ lora_A` to the weights that have an adapter among `shapes`."""
 
     def merged(name: str, box: Box) -> Array:
         values = read(name, box)
@@ -275,12 +265,7 @@ def merging(read: ReadBox, shapes: dict[str, tuple[int, ...]], scale: float) -> 
 def export_adapters(
     folder: Path, tensors: TensorMap, read: ReadBox, shapes: dict[str, tuple[int, ...]], lora: Any, base: str | None
 ) -> None:
-    """Write `adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
-
-    Args:
-        tensors: where a directory stores the decoder's own tensors.
-        base: directory of the adapted model, if it is known.
-    """
+    """Write the adapters of the model in `base` (if known) as files that PEFT reads."""
     make_directory(folder)
     entries = []
     for name, shape in shapes.items():

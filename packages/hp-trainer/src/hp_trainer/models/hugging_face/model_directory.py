@@ -206,11 +206,7 @@ def narrow(values: Array, dtype: str) -> Array:
 
 
 def weight_problems(weights: Weights, tensors: TensorMap, is_ignored: Any) -> Iterator[Problem]:
-    """Yield problems of the files, and tensors that are missing, unexpected, or of another shape or dtype.
-
-    Args:
-        is_ignored: (name) -> whether the tensor is known to be superfluous.
-    """
+    """Yield problems of the files, and of tensors that do not fit; `is_ignored(name)` are known to be superfluous."""
     yield from weights.problems
     expected = {piece.source: piece.shape for tensor in tensors.values() for piece in tensor.pieces}
     found = set(weights.names)

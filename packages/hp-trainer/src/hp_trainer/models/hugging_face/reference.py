@@ -33,10 +33,7 @@ class TransformersConfig:
 
 
 def reference_names(folder: Path, options: DecoderConfig) -> dict[str, str]:
-    """Return transformers' names of parameters and modules -> the decoder's, where both have the same tensors.
-
-    Names are missing where one tensor of transformers has several of the decoder (see `reference_views`).
-    """
+    """Return transformers' names of tensors and modules -> the decoder's, where both have the same tensor."""
     names: dict[str, str] = {}
     for ours, piece in _pieces(folder, options):
         if _is_alike(piece):
@@ -75,10 +72,7 @@ def reference_views(
 
 
 def views_of_model(options: object, platform: Platform) -> Callable[[str, Tensor], dict[str, Tensor]] | None:
-    """Return `reference_views` of a model that transformers computes; None of others.
-
-    It is None too where the decoder does not know the architecture, which can be trained nevertheless.
-    """
+    """Return `reference_views` of a model of transformers whose architecture the decoder knows; None of others."""
     if not isinstance(options, TransformersConfig):
         return None
     folder = Path(options.path)
@@ -122,10 +116,7 @@ def their_modules(modules: Iterable[str], names: dict[str, str]) -> list[str]:
 
 
 def their_tensor(key: tuple[str, str], names: dict[str, str]) -> tuple[str, str]:
-    """Return the pass and name of a decoder's tensor in the trained model of transformers, by `reference_names`.
-
-    Other tensors have the decoder's name already (`reference_views`).
-    """
+    """Return the pass and name of a decoder's tensor in the trained model of transformers, by `reference_names`."""
     theirs = {ours: name for name, ours in names.items()}
     # An optimizer's state has the name of a parameter and of a slot.
     name, slot = (key[1], "") if key[0] != "state" else key[1].rsplit(".", 1)

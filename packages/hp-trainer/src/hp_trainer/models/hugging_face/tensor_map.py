@@ -39,12 +39,7 @@ class Piece:
     stride: tuple[int, ...]
 
     def read(self, part: Box, read_slices: Callable[[str, tuple[slice, ...]], Array]) -> Array:
-        """Return the elements of a box of the decoder's tensor, in the box's shape.
-
-        Args:
-            part: a box within `box`.
-            read_slices: (tensor of the checkpoint, slices) -> array.
-        """
+        """Return a part of the box by `read_slices(tensor, slices)` of the checkpoint, in the part's shape."""
         # Dimensions in the checkpoint's order; the decoder's dimensions that are missing have size 1 and come with the
         # reshape.
         return read_slices(self.source, self._slices(part)).transpose(self.order).reshape(part.shape)
@@ -153,11 +148,7 @@ _EXPERTS = {
 
 
 def build_tensor_map(config: DecoderConfig, model_type: str, *, fused: bool = False) -> TensorMap:
-    """Return where a checkpoint stores every parameter and buffer of the decoder.
-
-    Args:
-        fused: experts are stacked, as transformers 5 has them in memory (`experts.gate_up_proj`).
-    """
+    """Return where a checkpoint stores every tensor of the decoder; `fused`: with experts stacked as in memory."""
     hidden, vocab = config.hidden_size, config.vocab_size
     found = {"embed.weight": MappedTensor.same("model.embed_tokens.weight", (vocab, hidden))}
     for layer in range(config.num_hidden_layers):
