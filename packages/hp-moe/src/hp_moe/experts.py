@@ -446,13 +446,7 @@ class Call:
 
 
 class ExpertHooks:
-    """The dispatch around one experts module.
-
-    Args:
-        module: a module with weights named as in `WEIGHTS`, whose first dimension is the experts of all ranks.
-        dispatcher: sends tokens to other ranks; None if all experts are on every rank.
-        partial_mesh: 1-D mesh over which the experts' hidden dimension is sharded, or None.
-    """
+    """The dispatch around one experts module, whose weights may be sharded over `partial_mesh`."""
 
     def __init__(
         self,
@@ -584,12 +578,7 @@ def install(
 
 
 def local_weights(platform: Platform, module: Module, partial_mesh: DeviceMesh | None) -> dict[str, Tensor]:
-    """Return the plain local weights of this rank's experts by name.
-
-    Gradients of a replicated weight are partial sums, since each rank has other tokens. If the hidden dimension is
-    sharded over `partial_mesh`, results are partial sums in which the bias `b2` may occur once only: all ranks but the
-    first get zeros for it.
-    """
+    """Return the plain weights of this rank's experts; over `partial_mesh` the first rank alone has a `b2`."""
     found = {name: getattr(module, name, None) for name in WEIGHTS}
     local = {}
     for name, weight in found.items():

@@ -121,18 +121,7 @@ _INTEGERS = ("int64", "int32")
 
 
 def check_inputs(platform: Platform, x: Tensor, weights: dict[str, Tensor], routing: Routing, num_experts: int) -> None:
-    """Check the shapes and dtypes of inputs, and their values if they are on the host.
-
-    Values on an accelerator are not read here, which would wait for it. `faults` checks them on the device, and its
-    result is sent with the sizes that ranks exchange.
-
-    Args:
-        weights: weights of the experts by name, including `w1` `[experts, hidden_dim, dim]`.
-        num_experts: number of experts of all ranks.
-
-    Raises:
-        ExpertParallelError: the inputs are invalid; the message lists all problems.
-    """
+    """Check shapes and dtypes, and values on the host; `faults` checks those on an accelerator without waiting."""
     problems = [*_shape_problems(x, weights, routing, num_experts), *_dtype_problems(platform, x, weights, routing)]
     if problems:
         raise ExpertParallelError("; ".join(problems))
@@ -168,15 +157,7 @@ def check_ids(platform: Platform, ids: Tensor | None, num_tokens: int, vocab_siz
 
 
 def faults(platform: Platform, routing: Routing, num_experts: int, rank: int) -> Tensor:
-    """Check a routing on its device, without waiting for it.
-
-    Args:
-        rank: rank of this process in the job.
-
-    Returns:
-        A number to add to a number of rows, int64 `[1]`: 0, or `FAULTY` times the code of this rank and its fault.
-        Faults are experts out of range, counts that do not add up, and scores that are not finite.
-    """
+    """Check a routing on its device; return int64 `[1]` to add to a number of rows: 0, or `FAULTY` times a code."""
     ops, int64 = platform.ops, platform.dtype("int64")
     # All comparisons stay on the device: the result is read together with the exchanged sizes.
     experts = ops.reshape(routing.experts, (-1,))

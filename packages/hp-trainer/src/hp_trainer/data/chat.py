@@ -35,13 +35,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class MarkedText:
-    """Text of a conversation with marked answers.
-
-    Attributes:
-        text: the full text.
-        answers: range of characters `[begin, end)` of each answer, in order.
-        ends: True when the text contains its own end token, False to append the tokenizer's separator.
-    """
+    """Text of a conversation, the ranges of characters of its answers, and whether it has its own end token."""
 
     text: str
     answers: tuple[tuple[int, int], ...]
@@ -65,14 +59,7 @@ class ChatTemplate(ABC):
 
 @dataclass(frozen=True)
 class TurnTemplate(ChatTemplate):
-    """A built-in template: every turn is a head, the content, and a tail.
-
-    Attributes:
-        begin: start of the text.
-        head: text before the content of a turn; `{role}` is replaced.
-        tail: text after the content of a turn, predicted after answers.
-        ends: True when the last tail is the end of the document.
-    """
+    """A template whose turns are a head with `{role}`, the content, and a tail, which may end the document."""
 
     begin: str
     head: str

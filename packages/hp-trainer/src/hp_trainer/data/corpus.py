@@ -450,13 +450,7 @@ def prepared(cache: Path, facts: Mapping[str, Any], build: Callable[[Path], Corp
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusNote:
-    """Record of a corpus that a run reads.
-
-    Attributes:
-        folder: path of the corpus relative to the run's data folder, so that both may be moved together.
-        origin: absolute path where the corpus was prepared, so that the run may be moved alone.
-        digests: SHA-256 of each file, by content.
-    """
+    """A corpus of a run: its relative folder, where it was prepared, so that a run may move alone, and digests."""
 
     folder: str
     origin: str

@@ -94,14 +94,7 @@ class DocumentsConfig(FilesConfig):
 
 @dataclass(frozen=True)
 class Source:
-    """A source of a dataset.
-
-    Attributes:
-        files: settings of its files.
-        path: file, folder or pattern.
-        suffixes: file endings to read.
-        at: path of the setting that names it, for problems.
-    """
+    """A source of a dataset: settings of its files, their path and endings, and the setting `at` that names it."""
 
     files: Any
     path: Path

@@ -27,14 +27,7 @@ from hp_trainer.exceptions import DataError
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of a file, or a segment of a long text file.
-
-    Attributes:
-        value: bytes of UTF-8 text, or the fields of the record by name.
-        where: file, and line or row, for messages.
-        size: approximate number of bytes in the file, for progress.
-        begins, ends: True when this segment is the first, or the last, of its document.
-    """
+    """A record, or a segment that begins or ends a document; `where` is for messages, the rough `size` for progress."""
 
     value: bytes | dict[str, Any]
     where: str
@@ -86,11 +79,7 @@ class Reader(ABC):
 
     @abstractmethod
     def records(self, fields: tuple[str, ...] | None = None) -> Iterator[Record]:
-        """Yield the records in order.
-
-        Args:
-            fields: names of the fields that are needed. Formats with columns skip the others. None reads all.
-        """
+        """Yield the records in order; formats with columns read the needed `fields` only (None: all)."""
 
     def check(self, fields: tuple[str, ...] | None = None) -> None:
         """Check what is quick to check of every file, and the first record."""

@@ -15,15 +15,7 @@ from hp_trainer.data.dataset import IGNORED, MixedOrder, Rows, Samples, integer_
 
 
 def split_documents(starts: np.ndarray, ends: np.ndarray, length: int, *, keep_rest: bool) -> tuple[np.ndarray, ...]:
-    """Split documents into chunks of at most `length` inputs, each with the next token as its target.
-
-    Args:
-        starts, ends: range of each document among all tokens, int64 `[documents]`.
-        keep_rest: True to split longer documents into several chunks, False to truncate them.
-
-    Returns:
-        First token and number of inputs of each chunk, both int64 `[chunks]`. A chunk of n inputs spans n + 1 tokens.
-    """
+    """Return first tokens and numbers of inputs of chunks of at most `length` inputs; the rest is kept or dropped."""
     # The last token of a document is only a target.
     inputs = np.maximum(ends - starts - 1, 0)
     counts = -(-inputs // length) if keep_rest else np.minimum(inputs, 1)
@@ -35,17 +27,7 @@ def split_documents(starts: np.ndarray, ends: np.ndarray, length: int, *, keep_r
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pack chunks into rows of `capacity` by best-fit decreasing (Ding et al., 2024, arXiv 2404.10830).
-
-    Chunks are placed by decreasing size, each into the row with the least free space that still fits it. Complexity:
-    O(chunks * log(capacity)).
-
-    Args:
-        sizes: size of each chunk, at most `capacity`, int64 `[chunks]`.
-
-    Returns:
-        Chunks ordered by row, and the end of each row in that order, both int64.
-    """
+    """Pack chunks into rows by best-fit decreasing (arXiv 2404.10830); return chunks by row, and the ends of rows."""
     rows: list[list[int]] = []
     rows_by_free: dict[int, list[int]] = defaultdict(list)
     free_sizes: list[int] = []  # sorted keys of `rows_by_free` with at least one row

@@ -219,24 +219,7 @@ def run_rank(
     samples: bool,
     choice: Choice = "newest that fits",
 ) -> int | None:
-    """Run one rank of a job, whose world is connected.
-
-    Args:
-        folder: the run folder, with prepared data.
-        owner: nonce of the job's lock on the folder.
-        checkpoint: name of the checkpoint to continue from; None: start from the beginning.
-        platform: name of the platform.
-        samples: let rank 0 write the samples of a finished run. Local ranks do so because they have the right number
-            of threads for it.
-        choice: how to load the checkpoint.
-
-    Returns:
-        The signal that ended the run before its last step, the same on every rank; None: it is done.
-
-    Raises:
-        MachineError: a disk, a limit or the memory was insufficient.
-        TrainingError: code of a plugin or of a user called `sys.exit`.
-    """
+    """Run one rank of a job with prepared data; return the signal that ended it before its last step, None if done."""
     with _errors_in_one_line():
         return _run_rank(RunFolder.open(Path(folder), owner), checkpoint, get_platform(platform), samples, choice)
 
@@ -451,19 +434,7 @@ _PAUSE_SECONDS = 1.0
 def run_with_restarts(
     run_rank: Callable[..., int | None], arguments: RankArguments, config: TrainerConfig, nodes: Nodes | None = None
 ) -> int | None:
-    """Run a job on local ranks; return the signal that ended it before its last step, or None when it is done.
-
-    After a failure the ranks are restarted from the newest valid checkpoint, at most `launch.max_restarts` times
-    without a newer checkpoint. Logs of failed ranks are renamed to `rank1.failed-1.log`, `rank1.failed-2.log`, ...
-
-    Args:
-        run_rank: called with `arguments` on each rank; the third argument is the name of the checkpoint to continue
-            from.
-        nodes: the machines of the job; None: this one.
-
-    Raises:
-        LaunchError: a rank failed, and no restart is left or a restart would not help.
-    """
+    """Run a job on local ranks, restarted from checkpoints while it makes progress; return the signal that ended it."""
     path, owner, checkpoint, *rest = arguments
     run = RunFolder(Path(path), owner)
     restarts_left, failures = config.launch.max_restarts, 0

@@ -130,15 +130,7 @@ class TokenLoss:
     z_loss: float = 0.0
 
     def summed(self, platform: Platform, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss summed over all targets other than -100.
-
-        Label smoothing and z-loss apply in training only: where no gradients are recorded, the cross entropy is
-        returned.
-
-        Args:
-            logits: float32 `[..., vocab_size]`; the vocabulary may be sharded.
-            targets: int64, shaped and sharded as `logits` without its last dimension.
-        """
+        """Return the loss summed over targets other than -100; without gradients recorded, the cross entropy alone."""
         ops, tokens = platform.ops, math.prod(targets.shape)
         logits, targets = ops.reshape(logits, (tokens, logits.shape[-1])), ops.reshape(targets, (tokens,))
         targets = replicate_like(targets, logits)

@@ -108,12 +108,7 @@ class _Slot:
 
 
 class StateOnHost:
-    """The state of one optimizer, which is in host memory except between `prefetch` and `release`.
-
-    Attributes:
-        optimizer: the optimizer. Its own state tensors have memory only between `prefetch` and `release`.
-        state: tensors in host memory, by parameter and slot.
-    """
+    """The state of one optimizer, on the host (`state`) except between `prefetch` and `release`."""
 
     def __init__(self, optimizer: Any, storage: ParameterStorage, platform: Platform) -> None:
         self.optimizer, self._storage, self._platform = optimizer, storage, platform

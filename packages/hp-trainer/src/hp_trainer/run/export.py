@@ -219,17 +219,7 @@ def import_checkpoint(
     like: Checkpoint | None,
     may_write: Callable[[], None],
 ) -> str:
-    """Convert a checkpoint of another format to a checkpoint of a run, and return its name.
-
-    The full checkpoint is in memory during the conversion.
-
-    Args:
-        like: a checkpoint of the run, to which names, dtypes and shapes of the weights must be equal; None: there is
-            none yet.
-
-    Raises:
-        CheckpointError: a tensor is missing, unexpected or of another shape or dtype; nothing has been written.
-    """
+    """Convert a foreign checkpoint, in memory, to one of a run whose weights it must fit (`like`); return its name."""
     values, tensors = _state(found, where), found.tensors()
     # Settings first: of another model every tensor would be reported.
     refuse_other_model(values["model"], to_plain(config.model), model_defaults(config), str(where))

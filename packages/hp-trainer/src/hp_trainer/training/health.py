@@ -136,13 +136,7 @@ class CorruptionChecks:
         self._platform = setup.platform
 
     def accumulate_gradients_twice(self, batch: Batch, step: int) -> Tensor:
-        """Run `OptimizerStep.accumulate_gradients` twice, compare all results bit by bit, and return the loss.
-
-        Kernels whose sums depend on the order of threads (atomics) fail this check without any corruption.
-
-        Raises:
-            SilentCorruptionError: on every rank if loss or gradients differ on any rank; names the ranks.
-        """
+        """Run it twice and compare all bits; ranks that differ are named. Atomic sums fail this check too."""
         # A forward may change buffers, such as a router's count of noise draws.
         buffers = [self._platform.ops.clone(self._platform.detach(buffer)) for buffer in self._buffers()]
         self._step.seed_random_numbers(step)

@@ -161,13 +161,7 @@ class ModelStage(PipelineStage):
 
 
 class PipelinedModel:
-    """The stages of this rank as a pipeline, with the collectives over all its ranks.
-
-    Args:
-        model: the stages of this rank, parallelized over the other mesh axes.
-        mesh: the mesh of the job; `mesh["pp"]` are the ranks of this pipeline.
-        sharder: shards micro-batches over the cp ranks; None: no context parallelism.
-    """
+    """The stages of this rank, parallelized, as a pipeline; `sharder` shards micro-batches over the cp ranks."""
 
     def __init__(
         self,

@@ -23,12 +23,7 @@ from hp_trainer.training.setup import RankSetup
 
 
 class StepRecorder:
-    """Records the steps of a run on this rank. Rank 0 writes them, and compares them with those of another run.
-
-    Raises:
-        TrainingError: on every rank if `training.record_operations` names no module whose operations can be recorded,
-            or `training.compare_with` cannot be read.
-    """
+    """Records the steps of a run on this rank. Rank 0 writes them, and compares them with those of another run."""
 
     def __init__(self, setup: RankSetup, run: RunFolder, step: int) -> None:
         self._setup, self._run, training = setup, run, setup.config.training

@@ -64,13 +64,7 @@ Kind = Literal["held", "own"]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of one rank after a step.
-
-    Attributes:
-        number: counts the snapshots of the run, the same on all ranks. After a rollback a step has several.
-        header: JSON: the values of the trainer; for each tensor `_kind_of`, and dtype, shape and offset of its data.
-        data: the local shards, one after the other at multiples of `_ALIGNMENT` bytes: uint8 `[bytes]`.
-    """
+    """The state of one rank by snapshot number: a JSON header, and the local shards as aligned uint8 `[bytes]`."""
 
     number: int
     header: bytes
@@ -375,14 +369,7 @@ class StateCopies:
 
 @dataclass(frozen=True)
 class Sources:
-    """The state from which all ranks continue.
-
-    Attributes:
-        number: `Snapshot.number`.
-        holders: for each rank that lacks its snapshot, the rank that sends it, and the slot for which that holds it.
-            Slot None: the sender is a replica, and sends its own snapshot.
-        step: the step after which the snapshots were taken.
-    """
+    """The snapshot to continue from, of a step; a rank without it has the sender and the slot there (None: its own)."""
 
     number: int
     holders: Mapping[int, tuple[int, int | None]]

@@ -201,14 +201,7 @@ SET_UP = "set-up"
 
 @dataclass(frozen=True, kw_only=True)
 class StallReport:
-    """The state of one stalled rank.
-
-    Attributes:
-        phase, step, seconds: the phase, its step, and how long it has lasted.
-        calls: for each group of ranks, the number of collectives started there and the name of the last one.
-        module: the module being computed, and the action of the pipeline; empty outside of both.
-        stack: stack of the main thread as `file:line in function`, innermost last.
-    """
+    """A stalled rank: its phase, collectives started by group, module and action of the pipeline, and stack."""
 
     rank: int
     phase: str

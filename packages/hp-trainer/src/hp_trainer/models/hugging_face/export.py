@@ -178,19 +178,7 @@ def export_weights(
     dtype: str,
     largest: int = LARGEST_FILE,
 ) -> list[str]:
-    """Write weights and `config.json` into a new directory; the files are distributed over the ranks of `group`.
-
-    Args:
-        folder: new or empty, shared by all ranks. `config.json` is written last, so a directory with one is complete.
-        read: (name of a parameter or buffer, box) -> float32 values.
-        largest: most bytes of a file; a larger tensor has a file of its own.
-
-    Returns:
-        The names of the files of weights.
-
-    Raises:
-        ExportError: on every rank, if one could not write.
-    """
+    """Write weights from `read` and, last, `config.json` to a new directory, by all ranks; return the files."""
     files = output_files(output_tensors(tensors), dtype, largest)
     coordinator(group, "making the directory", lambda: make_directory(folder), ExportError)
     # Files are of about equal size, so dealing them out balances the ranks.

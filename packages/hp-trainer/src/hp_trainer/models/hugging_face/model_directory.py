@@ -29,12 +29,7 @@ COMPANIONS = (
 
 
 class ModelDirectory:
-    """A directory that transformers can read.
-
-    Attributes:
-        weights: the directory's tensors.
-        tensors: where each parameter and buffer of the decoder is stored; empty for an unknown architecture.
-    """
+    """A directory of transformers: its tensors, and where each of the decoder is (unknown architecture: nowhere)."""
 
     def __init__(self, path: Path, config: Any) -> None:
         self.path = path
@@ -103,12 +98,7 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 
 
 class Weights:
-    """The tensors of a directory. Files are memory-mapped, so only requested slices are read.
-
-    Attributes:
-        problems: problems of the files themselves; tensors of undamaged files are available all the same.
-        bytes_read: bytes of all slices read so far.
-    """
+    """The tensors of memory-mapped files, with the problems of these; only requested slices are read and counted."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
