@@ -353,11 +353,11 @@ class ProcessGroup(ABC):
 
     def _record_shards(self, name: str, full: Tensor, shard: Tensor) -> None:
         """Check the sizes of a full buffer and of a rank's shard of it, and record the collective between them."""
-        numel = _numel(shard)
-        if _numel(full) != self.size * numel:
+        numel, full_numel = math.prod(shard.shape), math.prod(full.shape)
+        if full_numel != self.size * numel:
             raise CollectiveError(
                 f"{name}_into in group {self.ranks}: the larger buffer must have {self.size * numel} elements, "
-                f"got {_numel(full)}"
+                f"got {full_numel}"
             )
         itemsize = self.platform.itemsize(shard.dtype) if self.platform is not None else 1
         # A ring: each rank sends its own shard and passes on those of the others, but for the last one.
@@ -365,7 +365,12 @@ class ProcessGroup(ABC):
 
     def _timed(self, start: Callable[..., Work], *arguments: Any) -> Work:
         """Start a collective, and count its time and that of the returned work's `wait`."""
-        work = self._counted(start, *arguments)
+        # Not by `_counted`: every collective of tensors comes here, for some of which a call is a notable part.
+        started = time.perf_counter()
+        try:
+            work = start(*arguments)
+        finally:
+            self.seconds_waited += time.perf_counter() - started
         return work if work is DONE else _CountedWork(work, self)
 
     def _counted(self, function: Callable[..., T], *arguments: Any) -> T:
