@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hp_dtensor.testing import run_ranks
-from hp_fsdp import fully_shard
+from hp_fsdp import fully_shard, get_storage
 from hp_fsdp.communication import Communication
 from hp_platform_torch.fsdp.storage import RETAINED_BYTES, allocate_on_host, refill_on_host
 from hp_platform_torch.processes import _drop_failed_nodes
@@ -30,6 +31,24 @@ def test_a_buffer_is_a_flat_tensor_of_its_own():
 
 def test_a_small_buffer_is_as_large_as_asked_for():
     assert allocate_on_host(5, torch.float32).untyped_storage().nbytes() == 20
+
+
+def test_a_step_on_tensors_without_memory_leaves_none_of_them_for_real_steps(hp_platform):
+    """Constants that are made once, such as a factor or the zeros of padding, are made of memory."""
+    storage = get_storage(hp_platform)
+
+    def written_and_scaled() -> torch.Tensor:
+        buffer = torch.empty(7)
+        storage.write(buffer, [(0, 4, 0), (4, 3, 0)], [torch.ones(2, 2), None])
+        storage.scale_(buffer, 0.3125)
+        return buffer
+
+    with FakeTensorMode():
+        assert isinstance(written_and_scaled(), FakeTensor)
+    real = written_and_scaled()
+    assert real.tolist() == [0.3125] * 4 + [0.0] * 3
+    with FakeTensorMode():
+        assert isinstance(written_and_scaled(), FakeTensor)
 
 
 TURNS = """

@@ -61,7 +61,8 @@ class FSDPModule:
         return groups_below(self._fsdp.platform, self) if recurse else [self._fsdp.group]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fsdp.call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+        state: FSDPState = self.__dict__[STATE_ATTRIBUTE]
+        return state.call(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(f"{type(self).__name__}: a sharded module cannot be copied; copy it before fully_shard")

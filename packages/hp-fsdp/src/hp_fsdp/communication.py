@@ -38,10 +38,11 @@ class Communication:
             output: `group.size * shard.shape[0]` elements in the dtype of the computation. Written in place.
             shard: the sharded parameters in their own dtype. Only read.
         """
-        if shard.dtype != output.dtype:
-            # Before the gather, so that a narrower dtype of the computation is also what is sent.
-            with self.platform.no_grad():
-                shard = self.platform.ops.cast(shard, output.dtype)
+        if shard.dtype == output.dtype:
+            return group.all_gather_into(output, shard, async_op=True)
+        # Before the gather, so that a narrower dtype of the computation is also what is sent.
+        with self.platform.no_grad():
+            shard = self.platform.ops.cast(shard, output.dtype)
         return Holding(group.all_gather_into(output, shard, async_op=True), shard)
 
     def reduce_scatter(self, output: Tensor, gradients: Tensor, group: ProcessGroup) -> Work:

@@ -79,7 +79,7 @@ class ParameterStorage(ABC):
     buffers of the unsharded ones. A platform that frees overrides `release`, `refill` and `held_bytes`.
 
     Attributes:
-        counts_filling: `num_writes` also counts the fill of a buffer.
+        counts_filling: `versions` of views also count the fill of their buffer.
         refuses_released: the framework refuses to compute with released memory.
 
     Examples:
@@ -110,12 +110,13 @@ class ParameterStorage(ABC):
             outer_dim: the dimension that is outermost in memory. The others follow in row-major order.
         """
 
-    def num_writes(self, view: Tensor) -> int:
-        """Return how often a result of `view` has been written. 0 where the framework does not count it.
+    def versions(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return how often each of these parameters or results of `view` has been written; see `Platform.version`.
 
-        The fill of its buffer is not counted, unless `counts_filling`.
+        The fill of a view's buffer is not counted, unless `counts_filling`.
         """
-        return 0
+        with self.platform.local_op():
+            return list(map(self.platform.version, tensors))
 
     def gather_target(self, buffer: Tensor) -> Tensor:
         """Return a tensor over the complete buffer that collectives write to fill it; see `view`."""
@@ -141,10 +142,11 @@ class ParameterStorage(ABC):
         return type(self).release is not ParameterStorage.release
 
     def write(self, buffer: Tensor, places: Sequence[Place], tensors: Sequence[Tensor | None]) -> None:
-        """Overwrite parts of a buffer with tensors, cast to its dtype, or with zeros.
+        """Overwrite a buffer with tensors, cast to its dtype, and with zeros.
 
         Args:
-            places: start, number of elements and `outer_dim` of each part; see `part`.
+            places: start, number of elements and `outer_dim` of each part; see `part`. In the order of their starts,
+                they are the complete buffer.
             tensors: one for each part, which has its shape. None: zeros.
         """
         for (start, numel, outer_dim), x in zip(places, tensors, strict=True):
@@ -193,6 +195,11 @@ class ParameterStorage(ABC):
 
         Users may replace the data of a parameter, which is found by its address.
         """
+
+    def addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the address of each tensor."""
+        with self.platform.local_op():
+            return list(map(self.address, tensors))
 
     def gather_extension(self, parameter: Tensor) -> GatherExtension | None:
         """Return the gather that a parameter's class defines, or None.
@@ -283,6 +290,10 @@ class ParameterStorage(ABC):
         """Make a DTensor parameter over the memory of `local`, a result of `part` that is used for nothing else."""
         return self.platform.Parameter(self.platform.wrap(local, spec), requires_grad=requires_grad)
 
+    def get_parameters(self, owners: Sequence[tuple[Any, str]]) -> list[Tensor | None]:
+        """Return the parameters of modules: one for each (module, name). None: the module has none of that name."""
+        return [getattr(module, name, None) for module, name in owners]
+
     def set_parameters(self, owners: Sequence[tuple[Any, str]], tensors: Sequence[Tensor]) -> None:
         """Set tensors as parameters of modules: one for each (module, name)."""
         for (module, name), tensor in zip(owners, tensors, strict=True):
@@ -307,15 +318,25 @@ class ParameterStorage(ABC):
         """Set the plain local tensor `grad`, without a copy, as the gradient of a DTensor parameter of `spec`."""
         self.platform.set_grad(parameter, None if grad is None else self.platform.wrap(grad, spec))
 
+    def add_local_grads(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Add plain local tensors to the gradients of DTensor parameters, or set them where there is none."""
+        for parameter, grad in zip(parameters, grads, strict=True):
+            present = self.local_grad(parameter)
+            if present is None:
+                self.set_local_grad(parameter, grad, parameter.spec)
+            else:
+                self.add_(present, grad)
+
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         """Call the hooks that users have registered on a DTensor parameter for accumulated gradients."""
 
-    def take_grad(self, leaf: Tensor) -> Tensor | None:
-        """Return the plain gradient that has accumulated in a leaf, and set the leaf's to None."""
-        grad = self.platform.get_grad(leaf)
-        if grad is not None:
-            self.platform.set_grad(leaf, None)
-        return grad
+    def take_grads(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the plain gradients that have accumulated in leaves, and set those of the leaves to None."""
+        grads = list(map(self.platform.get_grad, leaves))
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                self.platform.set_grad(leaf, None)
+        return grads
 
     def check_dtype(self, dtype: DType) -> None:
         """Raise `CapabilityError` if the platform cannot compute in `dtype` on its device."""
@@ -387,15 +408,15 @@ class ParameterStorage(ABC):
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         """Call `hook` whenever the gradient of `tensor` is known, before it is propagated further."""
 
-    def before_backward(self, tensors: Sequence[Tensor], hook: Callable[[], None]) -> list[Tensor]:
-        """Return the same tensors, with a hook on their gradients.
+    def before_backward(self, tensors: list[Tensor], hook: Callable[[], None]) -> list[Tensor]:
+        """Return the same tensors, with a hook on their gradients. The same list, unless they are replaced by others.
 
         `hook` is called, once or more, before the first gradient is propagated from them, and after autograd has run
         every `gather_node` made later in forward that it can run by then.
         """
         for tensor in tensors:
             self.on_gradient(tensor, hook)
-        return list(tensors)
+        return tensors
 
     @abstractmethod
     def at_end_of_backward(self, callback: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.recording import located
+from hp_dtensor.spec.rank_checks import is_checking
 from hp_fsdp._engine.flat_buffer import FlatBuffer, stale_buffers
 from hp_fsdp._engine.param_group import Event, GroupState, ParameterGroup, ParameterUse
 from hp_fsdp._engine.prefetch import BackwardRun, ForwardPass, Prefetcher
@@ -57,6 +58,10 @@ class RootContext:
         self.forward_pass = ForwardPass(self.storage.anchor())
         self.root_module: Module | None = None
         self.backward: BackwardRun | None = None
+        self._buffers = [buffer for group in self.groups for buffer in group.buffers]
+        self._reading_host = [buffer.gathering for buffer in self._buffers if buffer.offload.parameters]
+        self._owners = [owner for group in self.groups for owners in group.owners for owner in owners]
+        self._synced: list[Any] = []
 
     def start_pass(self) -> None:
         """Start a new forward pass, with its own chain of gather nodes."""
@@ -67,6 +72,28 @@ class RootContext:
         """Start a new chain of gather nodes. The prefetch cursor stays."""
         self.forward_pass.end()
         self.forward_pass = ForwardPass(self.storage.anchor())
+
+    def sync_moved_parameters(self) -> None:
+        """Do the same as `ParameterGroup.sync_moved_parameters` and `check_initialized` for all groups."""
+        if self.is_synced:
+            return
+        for group in self.groups:
+            group.sync_moved_parameters()
+            group.check_initialized()
+        # Unsharded parameters are freed some time, and other objects may then get their ids.
+        self._synced = [] if any(group.uses_unsharded for group in self.groups) else self._identify_parameters()
+
+    @property
+    def is_synced(self) -> bool:
+        """True if no parameter has been replaced, moved or converted since the last `sync_moved_parameters`."""
+        return bool(self._synced) and self._identify_parameters() == self._synced
+
+    def _identify_parameters(self) -> list[Any]:
+        """Return what identifies the parameters that modules hold, and their memory."""
+        with self.platform.local_op():
+            dtypes = [x.dtype for buffer in self._buffers for x in buffer.without_memory]
+        addresses = self.storage.addresses([x for buffer in self._buffers for x in buffer.in_shard])
+        return [*map(id, self.storage.get_parameters(self._owners)), *addresses, *dtypes]
 
     def check_order(self, timeout_seconds: float | None = None) -> None:
         """Wait for the running comparison of call orders.
@@ -87,9 +114,8 @@ class RootContext:
 
     def finish_reading(self) -> None:
         """Wait until the device has read the shards on the host, which the user may write afterwards."""
-        for group in self.groups:
-            for buffer in group.buffers:
-                buffer.gathering.finish_reading()
+        for gathering in self._reading_host:
+            gathering.finish_reading()
 
     def finish_reductions(self) -> None:
         """Wait for all running reductions and set the gradients."""
@@ -102,7 +128,8 @@ class RootContext:
         """Gather again the full parameters of these groups that any rank has changed since they were gathered."""
         # A running gather reads the shards. They are compared only when it has ended.
         for group in groups:
-            group.wait_for_unshard()
+            if group.state is GroupState.GATHERING:
+                group.wait_for_unshard()
         held = [group for group in groups if group.state is GroupState.UNSHARDED]
         stale = stale_buffers(self.storage, [buffer for group in held for buffer in group.buffers]) if held else set()
         self._check_accumulated(groups, [buffer for buffer in stale if buffer.gathering.retains_full])
@@ -113,14 +140,9 @@ class RootContext:
         """Raise if parameters were changed while their gradients were pending. All ranks agree on `stale` ones."""
         if not self.platform.is_grad_enabled():
             return
-        late = [
-            group.name
-            for group in groups
-            if any(
-                buffer.gradients.are_pending and (buffer.versions.written_since_accumulation or buffer in stale)
-                for buffer in group.buffers
-            )
-        ]
+        buffers = [(group.name, buffer) for group in groups for buffer in group.buffers]
+        pending = [(name, each) for name, each in buffers if each.gradients.are_pending]
+        late = dict.fromkeys(n for n, each in pending if each.versions.written_since_accumulation or each in stale)
         if late:
             rank = current_world(self.platform).rank
             raise FSDPStateError(
@@ -161,7 +183,7 @@ class BackwardSchedule:
         context = self._context
         # Autograd calls the callback at the end of a backward only if it succeeds. A failed one is noticed here, by the
         # next backward.
-        if context.backward is not None and context.backward.has_failed:
+        if context.backward is not None and context.backward.end() is None:
             context.reset()
         if context.backward is None:
             # Ranks that have called other modules must raise before collectives of this backward wait for each other.
@@ -178,11 +200,6 @@ class BackwardSchedule:
         if (group, forward_pass) in run.reached:
             return
         if forward_pass is not None:
-            if forward_pass.is_converted(group):
-                raise FSDPStateError(
-                    f"{group.where}: parameters have been converted to another dtype between a forward and its "
-                    "backward; convert modules between steps"
-                )
             self._advance(run, forward_pass, group.end_event)
         self._unshard(run, group, forward_pass)
 
@@ -233,7 +250,10 @@ class BackwardSchedule:
         Args:
             until: the event that the caller handles itself. Nothing happens if it has been taken. None: all events.
         """
-        remaining = run.remaining_events(forward_pass)
+        remaining = run.remaining.get(forward_pass)
+        if remaining is None:
+            forward_pass.check_conversions(self._context.is_synced)
+            remaining = run.remaining[forward_pass] = forward_pass.events.copy()
         if until is not None and until not in remaining:
             return
         while remaining:
@@ -268,8 +288,10 @@ class BackwardSchedule:
     def _unshard(self, run: BackwardRun, group: ParameterGroup, forward_pass: ForwardPass | None) -> None:
         run.reached.add((group, forward_pass))
         # Without waiting: a disagreement that has arrived by now is raised before further collectives are started.
-        self._context.check_order(0)
-        group.check_same_action("starts the backward of")
+        if self._context.orders.is_comparing:
+            self._context.check_order(0)
+        if is_checking():
+            group.check_same_action("starts the backward of")
         if group.settings.unshard_in_backward or not self._context.storage.refuses_released:
             group.unshard()
             # A recomputation reads the parameters from the modules.
@@ -304,12 +326,13 @@ class BackwardSchedule:
         if not settings.gradient_sync:
             buffer.versions.mark_accumulation()
         if settings.gradient_sync or settings.shards_every_gradient:
-            group.check_same_action("reduces the gradients of")
+            if is_checking():
+                group.check_same_action("reduces the gradients of")
             reducer.start(group, buffer, settings.reduce, settings.gradient_sync)
 
     def _reshard(self, group: ParameterGroup) -> None:
         """Free a group's full parameters after its backward, unless its forward continues around this backward."""
-        if self._is_computing(group):
+        if group.in_forward and self._is_computing(group):
             return
         group.use_sharded()
         if group.settings.reshard_after_backward and not group.settings.retains_full:
@@ -317,6 +340,7 @@ class BackwardSchedule:
 
     def _is_computing(self, group: ParameterGroup) -> bool:
         """Return True if this backward runs inside of a forward of the group, which may differentiate its output."""
+        # `in_forward` is also true after a forward whose other modules have not been called.
         return group.in_forward and (self._context.root_module is not None or bool(group.forward_depth))
 
     # The end of a backward -------------------------------------------------------------------------------
@@ -338,9 +362,10 @@ class BackwardSchedule:
         if not context.root.settings.defers_reduction:
             context.finish_reductions()
         for group in context.groups:
-            if not self._is_computing(group):
-                group.use_sharded()
-                if group.settings.frees_after_backward:
+            if not (group.in_forward and self._is_computing(group)):
+                if group.uses_unsharded or group.in_forward:
+                    group.use_sharded()
+                if group.state is not GroupState.SHARDED and group.settings.frees_after_backward:
                     group.reshard()
                 # The next forward takes what is still unsharded, unless its parameters have been written since.
                 group.unsharded_after_forward = False
@@ -368,5 +393,6 @@ class BackwardSchedule:
                     if buffer.gradients.unreduced is None:
                         reducer.limit_in_flight(group.settings.max_gradient_buffers)
                         buffer.gradients.collect((), ())
-                    group.check_same_action("reduces the gradients of")
+                    if is_checking():
+                        group.check_same_action("reduces the gradients of")
                     reducer.start(group, buffer, group.settings.reduce, is_last=True)

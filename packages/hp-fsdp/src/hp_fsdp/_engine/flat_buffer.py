@@ -34,6 +34,8 @@ from hp_fsdp.storage import Gradients, ParameterStorage, Place, moved_to_front
 
 Tensor = Any
 DType = Any
+# A reduced shard where gradients are stored, the work of copying it there, and whether it is a deferred gradient.
+StoredShard = tuple[Tensor, Work, bool]
 
 
 class FlatBuffer:
@@ -45,6 +47,7 @@ class FlatBuffer:
         param_dtype: dtype of the full buffer, in which modules compute.
         reduce_dtype: dtype in which gradients are accumulated and reduced.
         grad_dtype: dtype of the sharded parameters' gradients.
+        reduces_in_half: `reduce_dtype` is float16.
         mp_policy: the mixed-precision policy, from which these dtypes follow.
         shard_group: the ranks that hold one shard each. Only this rank where nothing is sharded.
         shard_mesh: the 1-D mesh of `shard_group`.
@@ -56,6 +59,8 @@ class FlatBuffer:
         full: 1-D, `layout.numel` elements. Without memory while the parameters are sharded.
         gather_target: the full buffer as collectives write it. On torch it is an alias with its own version counter:
             otherwise autograd would report that the views saved in forward were modified by the gather for backward.
+        in_shard: the shard, and the sharded parameters that have memory in it.
+        without_memory: the sharded parameters without elements.
         full_is_shard: a single shard that needs no cast is the full buffer itself: nothing is gathered or freed.
         parameters: the parameters, in the order of the layout's blocks.
         sharded, leaves: their two forms, as lists; see `FSDPParameter`.
@@ -115,6 +120,7 @@ class FlatBuffer:
         self.param_dtype: DType = self.mp_policy.param_dtype or dtype
         self.reduce_dtype: DType = self.mp_policy.reduce_dtype or self.param_dtype
         self.grad_dtype: DType = self.mp_policy.grad_dtype or dtype
+        self.reduces_in_half = self.platform.dtype_name(self.reduce_dtype) == "float16"
 
     # Shard, full buffer and views ------------------------------------------------------------------------
 
@@ -151,8 +157,10 @@ class FlatBuffer:
         if not self.full_is_shard:
             self.storage.release(self.full)
         itemsize = self.platform.itemsize(self.dtype)
-        self._byte_offsets = [(p, p.start * itemsize) for p in self.parameters if 0 not in p.local_shape]
-        self._without_elements = [p for p in self.parameters if 0 in p.local_shape]
+        self._with_elements = [p for p in self.parameters if 0 not in p.local_shape]
+        self._byte_offsets = [p.start * itemsize for p in self._with_elements]
+        self.in_shard = [self.shard, *(p.sharded for p in self._with_elements)]
+        self.without_memory = [p.sharded for p in self.parameters if 0 in p.local_shape]
 
     def _shard_parameter(self, index: int, original: OriginalParameter, mesh_info: MeshInfo) -> FSDPParameter:
         """Make the two forms of an original parameter: sharded over the shard, unsharded over the full buffer."""
@@ -207,11 +215,6 @@ class FlatBuffer:
         """Bytes of this rank's shard."""
         return self.storage.held_bytes(self.shard)
 
-    def count_allocation(self) -> None:
-        """Report that a buffer has been allocated."""
-        if self.on_allocation is not None:
-            self.on_allocation()
-
     # Autograd --------------------------------------------------------------------------------------------
 
     def trainable(self) -> list[int]:
@@ -219,9 +222,9 @@ class FlatBuffer:
 
         Users may freeze and unfreeze the sharded parameters between forwards.
         """
-        wanted = self.require_grad_flags()
+        requires_grad = self.platform.requires_grad
         with self.platform.local_op():
-            known = list(map(self.platform.requires_grad, self.leaves))
+            wanted, known = list(map(requires_grad, self.sharded)), list(map(requires_grad, self.leaves))
         if wanted != known:
             for parameter, flag in zip(self.parameters, wanted, strict=True):
                 self.platform.set_requires_grad(parameter.leaf, flag)
@@ -266,7 +269,7 @@ class FlatBuffer:
     @property
     def is_outdated(self) -> bool:
         """True if an operation has written parameters since their gather started."""
-        return not self.full_is_shard and self.versions.written_since_gather
+        return not self.full_is_shard and self.versions.at_gather != self.versions.now()
 
     def names_written_unsharded(self) -> list[str]:
         """Return the parameters whose unsharded form has been written since the last call, which would be lost."""
@@ -297,11 +300,12 @@ class FlatBuffer:
         """True if the memory of a sharded parameter is not in the shard, as after `Module.to`."""
         # Parameters without elements have no memory. Only their dtype can change.
         with self.platform.local_op():
-            return bool(self._moved()) or any(p.sharded.dtype != self.dtype for p in self._without_elements)
+            return bool(self._moved()) or any(x.dtype != self.dtype for x in self.without_memory)
 
     def _moved(self) -> list[FSDPParameter]:
-        base = self.storage.address(self.shard)
-        return [p for p, offset in self._byte_offsets if self.storage.address(p.sharded) != base + offset]
+        base, *addresses = self.storage.addresses(self.in_shard)
+        places = zip(self._with_elements, addresses, self._byte_offsets, strict=True)
+        return [parameter for parameter, address, offset in places if address != base + offset]
 
     @property
     def new_dtype(self) -> DType | None:
@@ -360,8 +364,7 @@ class FlatBuffer:
 
         `Module.to`, `to_empty` and the like give parameters new memory. The copy makes them views of the shard again.
         """
-        with self.platform.local_op():
-            moved = self._moved()
+        moved = self._moved()
         problems, expected = [], f"{self.dtype} on {self.platform.device_of(self.shard)}"
         for parameter in moved:
             replaced = self.platform.unwrap(parameter.sharded)
@@ -407,11 +410,12 @@ class Gathering:
             return
         # Retained parts hold the values of the gather before. Only a gather from the shards has the current values.
         if self._retained_part is None:
-            buffer.versions.mark_gather()
+            buffer.versions.at_gather = buffer.versions.now()
         # The same storage gets memory again. Views that autograd has saved refer to the storage, so that they are
         # filled too, and their version counters do not change.
         self._storage.refill(buffer.full)
-        buffer.count_allocation()
+        if buffer.on_allocation is not None:
+            buffer.on_allocation()
         if buffer.layout.num_shards == 1 and buffer.offload.parameters:
             with self._storage.copy_stream():
                 self._work = self._host_read = self._storage.to_device(buffer.gather_target, buffer.shard)
@@ -453,7 +457,8 @@ class Gathering:
     def release(self) -> None:
         """Free the full buffer. Its views keep their shape, and must not be read until the next gather."""
         # The collective writes the buffer: its memory may be freed only when it has ended.
-        self.wait()
+        if self._work is not None:
+            self.wait()
         self._retained_part = self._copy_of_shard = None
         if not self._buffer.full_is_shard:
             self._storage.release(self._buffer.full)
@@ -470,7 +475,8 @@ class Gathering:
         # After the copy, which reads the full buffer.
         self.release()
         self._retained_part = part
-        buffer.count_allocation()
+        if buffer.on_allocation is not None:
+            buffer.on_allocation()
 
     def _neighbours(self, size: int) -> ProcessGroup:
         """Return the group of `size` consecutive ranks of the shard group that contains this rank."""
@@ -539,8 +545,12 @@ class BufferGradients:
         self._storage, self._platform = buffer.storage, buffer.platform
         # Of the parameters, in their order, and of the gaps between them.
         blocks = zip(buffer.layout.offsets, buffer.layout.blocks, buffer.parameters, strict=True)
-        self._places: list[Place] = [(offset, block.numel, parameter.outer_dim) for offset, block, parameter in blocks]
-        self._places += [(offset, numel, 0) for offset, numel in buffer.layout.gaps()]
+        places: list[Place] = [(offset, block.numel, parameter.outer_dim) for offset, block, parameter in blocks]
+        self._parameter_places = places.copy()
+        places += [(offset, numel, 0) for offset, numel in buffer.layout.gaps()]
+        # All of them, by offset: together they are the buffer.
+        self._order = sorted(range(len(places)), key=places.__getitem__)
+        self._places = [places[index] for index in self._order]
         self.deferred = DeferredGradients(buffer.offload, buffer.view_in_shard, self._set_gradients)
         self.unreduced: Tensor | None = None
         self.unreduced_indices: frozenset[int] = frozenset()
@@ -559,39 +569,39 @@ class BufferGradients:
         Raises:
             FSDPStateError: a gradient that is not dense.
         """
-        parameters, flags = self._buffer.parameters, self._buffer.require_grad_flags()
-        given: list[Tensor | None] = [None] * len(parameters)
-        for index, grad in zip(indices, grads, strict=True):
-            given[index] = grad
-        self._add(given, flags)
+        flags = self._buffer.require_grad_flags()
+        # A parameter that has been frozen since the forward takes no gradient.
+        given = zip(indices, grads, strict=True)
+        self._add({index: grad for index, grad in given if grad is not None and flags[index]})
         # A recomputation inside of a backward may use a parameter in a graph of its own, for which autograd accumulates
         # the gradient in the leaf.
-        in_leaves = list(map(self._storage.take_grad, self._buffer.leaves))
-        if any(grad is not None for grad in in_leaves):
-            self._add(in_leaves, flags)
+        in_leaves = enumerate(self._storage.take_grads(self._buffer.leaves))
+        late = {index: grad for index, grad in in_leaves if grad is not None and flags[index]}
+        if late:
+            self._add(late)
 
-    def _add(self, grads: Gradients, flags: Sequence[bool]) -> None:
-        """Add one gradient or None for each parameter. `flags`: the parameters that require a gradient now."""
-        layout, parameters = self._buffer.layout, self._buffer.parameters
-        # A parameter that has been frozen since the forward takes no gradient.
-        wanted = {i: grad for i, grad in enumerate(grads) if grad is not None and flags[i]}
+    def _add(self, wanted: dict[int, Tensor]) -> None:
+        """Add the gradients of the parameters with these indices."""
+        buffer = self._buffer
+        layout, parameters = buffer.layout, buffer.parameters
         for index, grad in wanted.items():
             if math.prod(grad.shape) != layout.blocks[index].numel:
                 shape = f"it is of shape {list(grad.shape)}, not of {layout.blocks[index].numel} elements"
                 raise self._irreducible(parameters[index].name, shape)
         is_new = self.unreduced is None
         if is_new:
-            self.unreduced = self._buffer.new_buffer(layout.numel, self._buffer.reduce_dtype)
-            self._buffer.count_allocation()
+            self.unreduced = buffer.new_buffer(layout.numel, buffer.reduce_dtype)
+            if buffer.on_allocation is not None:
+                buffer.on_allocation()
         try:
             # Both also cast to the dtype of the reduction.
             if is_new:
                 # A new buffer is uninitialised: gradients are copied into it, and only the padding and unused
                 # parameters are set to zero. This takes one pass over memory instead of two.
-                self._storage.write(self.unreduced, self._places, list(map(wanted.get, range(len(self._places)))))
+                self._storage.write(self.unreduced, self._places, list(map(wanted.get, self._order)))
             else:
                 for index, grad in wanted.items():
-                    start, _, outer_dim = self._places[index]
+                    start, _, outer_dim = self._parameter_places[index]
                     self._storage.add_(self._storage.part(self.unreduced, start, tuple(grad.shape), outer_dim), grad)
         except RuntimeError as error:
             problems = {parameters[index].name: self._sparse(grad) for index, grad in wanted.items()}
@@ -619,25 +629,21 @@ class BufferGradients:
 
         An autograd function may return a saved parameter itself as a gradient.
         """
-        if not released:
-            return grads
-        aliased = set()
-        with self._platform.local_op():
-            addresses = [None if grad is None else self._storage.address(grad) for grad in grads]
-            for buffer in released:
-                start, num_bytes = self._storage.address(buffer), self._storage.held_bytes(buffer)
-                aliased |= {i for i, at in enumerate(addresses) if at is not None and start <= at < start + num_bytes}
-        if not aliased:
-            return grads
-        return [self._platform.ops.clone(x) if i in aliased else x for i, x in enumerate(grads)]
+        for buffer in released:
+            given = [grad for grad in grads if grad is not None]
+            start, *addresses = self._storage.addresses([buffer, *given])
+            end = start + self._storage.held_bytes(buffer)
+            aliased = {id(x) for x, address in zip(given, addresses, strict=True) if start <= address < end}
+            if aliased:
+                grads = [self._platform.ops.clone(x) if id(x) in aliased else x for x in grads]
+        return grads
 
     def drop(self) -> None:
         """Discard gradients that have been accumulated but not reduced."""
         self.unreduced = self.partial_shard = None
         self.unreduced_indices = self.partial_indices = frozenset()
         # Gradients that a recomputation has accumulated in leaves too.
-        for parameter in self._buffer.parameters:
-            self._storage.take_grad(parameter.leaf)
+        self._storage.take_grads(self._buffer.leaves)
 
     @property
     def are_pending(self) -> bool:
@@ -646,50 +652,42 @@ class BufferGradients:
 
     # Reduced gradients -----------------------------------------------------------------------------------
 
-    def start_store(self, reduced: Tensor, used: UsedParameters) -> Callable[[], None]:
-        """Start to copy a reduced shard to the device where the gradients are stored.
+    def start_store(self, reduced: Tensor) -> StoredShard:
+        """Start to copy a reduced shard to the device where the gradients are stored; `finish_store` takes the result.
 
-        Args:
-            used: the parameters that get a gradient. Ranks must exchange them before the returned function is called.
-
-        Returns:
-            A function that waits for the copy and sets views of the shard as the parameters' gradients.
+        Until then ranks exchange which parameters get a gradient.
         """
-        offload = self._buffer.offload
-        flat = self._buffer.cast(reduced, self._buffer.grad_dtype)
+        buffer, offload = self._buffer, self._buffer.offload
+        flat = buffer.cast(reduced, buffer.grad_dtype)
         # A gradient that has been read is on the parameters' device. Further ones are added to it there.
-        parameters = self._buffer.parameters
-        is_deferred = offload.separates_gradients and not any(
-            wanted and self._storage.local_grad(each.sharded) is not None
-            for each, wanted in zip(parameters, self._buffer.require_grad_flags(), strict=True)
+        is_deferred = offload.parameters != offload.gradients and not any(
+            wanted and self._storage.local_grad(sharded) is not None
+            for sharded, wanted in zip(buffer.sharded, buffer.require_grad_flags(), strict=True)
         )
         on_host = offload.gradients if is_deferred else offload.parameters
         flat, copy = offload.to_host(flat) if on_host else (flat, DONE)
+        return flat, copy, is_deferred
 
-        def finish() -> None:
+    def finish_store(self, stored: StoredShard, used: UsedParameters) -> None:
+        """Wait for the copy of a reduced shard, and set views of it as the gradients of the `used` parameters."""
+        flat, copy, is_deferred = stored
+        if copy is not DONE:
             copy.wait()
-            receivers = [parameters[index] for index in sorted(used.indices)]
-            if not receivers:
-                return
-            if is_deferred:
-                self.deferred.add(flat, receivers)
-            else:
-                # Deferred gradients of earlier backwards first: otherwise they would replace this sum when fetched.
+        receivers = [self._buffer.parameters[index] for index in sorted(used.indices)]
+        if is_deferred and receivers:
+            self.deferred.add(flat, receivers)
+        elif receivers:
+            # Deferred gradients of earlier backwards first: otherwise they would replace this sum when fetched.
+            if self.deferred.flat is not None:
                 self.deferred.fetch()
-                self._set_gradients(receivers, flat)
-
-        return finish
+            self._set_gradients(receivers, flat)
 
     def _set_gradients(self, parameters: Sequence[FSDPParameter], flat: Tensor) -> None:
         """Set views of a flat shard as the gradients of sharded parameters, or add them to those that are set."""
-        for parameter in parameters:
-            grad = self._buffer.view_in_shard(parameter, flat)
-            present = self._storage.local_grad(parameter.sharded)
-            # A view, without a copy: the reduced shard becomes the memory of the gradients.
-            if present is None:
-                self._storage.set_local_grad(parameter.sharded, grad, parameter.sharded.spec)
-            else:
-                self._storage.add_(present, grad)
+        # Views, without a copy: the reduced shard becomes the memory of the gradients.
+        part = self._storage.part
+        grads = [part(flat, each.start, each.local_shape, each.outer_dim) for each in parameters]
+        self._storage.add_local_grads([each.sharded for each in parameters], grads)
 
     # Memory ----------------------------------------------------------------------------------------------
 
@@ -717,7 +715,7 @@ def stale_buffers(storage: ParameterStorage, buffers: Sequence[FlatBuffer]) -> s
     Every rank of the shard groups must call it. It exchanges one byte per buffer within each group.
     """
     held = [buffer for buffer in buffers if not buffer.full_is_shard]
-    stale = {buffer for buffer in held if buffer.versions.written_since_gather}
+    stale = {buffer for buffer in held if buffer.is_outdated}
     unsure = [buffer for buffer in held if buffer not in stale]
     # Not all writes are counted (`parameter.data`, kernels that get an address), so that the other buffers are compared
     # bit by bit. One comparison for all of them, because each has the host wait for the device.

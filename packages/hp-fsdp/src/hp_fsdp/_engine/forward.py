@@ -14,6 +14,7 @@ from typing import Any
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.recording import located
 from hp_dtensor.platform.selection import get_platform
+from hp_dtensor.spec.rank_checks import is_checking
 from hp_dtensor.trees import map_tensors, tensors_in
 from hp_fsdp._engine.backward import BackwardSchedule, RootContext
 from hp_fsdp._engine.param_group import GroupState, ParameterGroup
@@ -44,47 +45,42 @@ class ForwardSchedule:
         self._platform = context.platform
         self._storage = context.storage
 
-    def pre_forward(self, group: ParameterGroup, module: Module, inputs: Callable[[], Iterable[Tensor]]) -> None:
-        """Unshard a group before the forward of `module`, one of its modules.
-
-        Args:
-            inputs: returns the tensors that the module is called with.
-        """
+    def pre_forward(self, group: ParameterGroup, module: Module, args: Args, kwargs: Kwargs) -> None:
+        """Unshard a group before the forward of `module`, one of its modules."""
         context = self.context
         self._storage.check_transforms()
         if group.summon_depth:
             group.start_unshard()  # raises: not inside of `summon_full_params`
-        if context.backward is not None and (context.backward.has_failed or not self._platform.is_in_backward()):
+        if context.backward is not None and (context.backward.end() is None or not self._platform.is_in_backward()):
             # A backward that has raised has left its state, because autograd does not call the callback then.
             context.reset()
-        if self._is_root_pass(group, module) and context.backward is None:
+        in_recomputation = context.backward is not None
+        starts = not group.in_forward and not in_recomputation
+        if group is context.root and self._is_root_pass(module) and not in_recomputation:
             self._start_pass(module)
-        elif context.root_module is None and not group.in_forward and context.backward is None:
+        elif context.root_module is None and starts:
             # A module called outside of the root's forward does for its own group what a pass does for all.
             group.sync_moved_parameters()
             group.check_initialized()
             context.gather_stale([group])
-        # Only in check mode. Before the gather, in which ranks that call different modules would wait.
-        group.check_same_action("calls")
-        starts = context.backward is None and not group.in_forward
+        if is_checking():
+            # Before the gather, in which ranks that call different modules would wait.
+            group.check_same_action("calls")
         if starts:
             # The optimizer may have stepped since an earlier forward left full parameters.
             group.reshard_outdated()
         # Waits for the prefetch, or gathers now if there was none.
         group.unshard()
-        group.in_forward = group.in_forward or starts
         if starts:
-            context.forward_pass.start_group(group)
-        # An earlier forward in this pass may have run without gradients, as that inside of a checkpoint does.
-        needs_graph = self._platform.is_grad_enabled() and not self._is_recorded(group)
-        if starts or not group.uses_unsharded or needs_graph:
-            self._use_unsharded(group)
+            group.in_forward = True
+            context.forward_pass.events.setdefault(group.start_event, None)
+        self._use_unsharded(group, starts)
         if starts:
             # After this group's own gather, so that at most two groups are unsharded at once, and before its forward,
             # during which the prefetch runs.
             context.prefetcher.prefetch_forward(group, context.root_module is not None)
-        if context.backward is None:
-            self._watch_frozen(group, inputs)
+        if group.use is None and not in_recomputation and group.buffers and self._platform.is_grad_enabled():
+            self._watch_frozen(group, tensors_in((args, kwargs), self._platform.Tensor))
 
     def post_forward(
         self, group: ParameterGroup, module: Module, outputs: list[Tensor], is_last_module: bool
@@ -104,7 +100,7 @@ class ForwardSchedule:
             # reduced, those whose gradients are all None too.
             token = context.backward.tokens.pop(group, None)
             return self._storage.join(token, outputs) if token is not None and outputs else outputs
-        forward_pass, ends_pass = context.forward_pass, self._is_root_pass(group, module)
+        forward_pass, ends_pass = context.forward_pass, group is context.root and self._is_root_pass(module)
         if ends_pass and outputs and forward_pass.uses:
             # The outputs depend on the last token: every backward from them runs all gather nodes, used or not.
             outputs = self._storage.join(forward_pass.token, outputs)
@@ -144,19 +140,18 @@ class ForwardSchedule:
 
     # A pass ----------------------------------------------------------------------------------------------
 
-    def _is_root_pass(self, group: ParameterGroup, module: Module) -> bool:
-        """Return True if a module's forward is a complete pass."""
-        # The root's group may have further modules inside of the one that runs the pass.
-        context = self.context
-        return group is context.root and (context.root_module is None or context.root_module is module)
+    def _is_root_pass(self, module: Module) -> bool:
+        """Return True if the forward of a module of the root's group is a complete pass."""
+        # The group may have further modules inside of the one that runs the pass.
+        return self.context.root_module is None or self.context.root_module is module
 
     def _start_pass(self, module: Module) -> None:
         context = self.context
         context.check_order(PATIENCE_SECONDS)
+        context.sync_moved_parameters()
         for group in context.groups:
-            group.sync_moved_parameters()
-            group.check_initialized()
-            group.use_sharded()
+            if group.uses_unsharded or group.in_forward:
+                group.use_sharded()
             group.use = None
             # A forward without a backward, or a backward that skipped the group, has left parameters that may be out of
             # date by now.
@@ -171,7 +166,8 @@ class ForwardSchedule:
         context = self.context
         context.root_module = None
         for group in context.groups:
-            group.use_sharded()
+            if group.uses_unsharded or group.in_forward:
+                group.use_sharded()
             if group.settings.retains_full:
                 group.wait_for_unshard()
             elif group.state is GroupState.GATHERING or not self._platform.is_grad_enabled():
@@ -190,15 +186,20 @@ class ForwardSchedule:
 
     # One group -------------------------------------------------------------------------------------------
 
-    def _use_unsharded(self, group: ParameterGroup) -> None:
-        """Set unsharded parameters on the modules, those of autograd nodes where gradients will be collected."""
-        is_recorded = self._is_recorded(group)
-        if not self._platform.is_grad_enabled() or (self.context.backward is not None and is_recorded):
-            group.use_unsharded()
-            return
-        if not is_recorded:
+    def _use_unsharded(self, group: ParameterGroup, starts: bool) -> None:
+        """Set unsharded parameters on the modules, those of autograd nodes where gradients will be collected.
+
+        Args:
+            starts: no other forward of the group runs, so that its modules hold others.
+        """
+        is_recorded, needs_graph = self._is_recorded(group), self._platform.is_grad_enabled()
+        if needs_graph and not is_recorded:
+            # An earlier forward in this pass may have run without gradients, as that inside of a checkpoint does.
             self._make_use(group)
-        group.use_unsharded(group.use.unsharded if group.use is not None else None)
+        elif group.uses_unsharded and not starts:
+            return
+        in_leaves = not needs_graph or (self.context.backward is not None and is_recorded)
+        group.use_unsharded(group.use.unsharded if group.use is not None and not in_leaves else None)
 
     def _is_recorded(self, group: ParameterGroup) -> bool:
         """Return True if the group's use will collect the gradients of what a module computes now."""
@@ -242,12 +243,10 @@ class ForwardSchedule:
             group.reshard_to(reshard)
         group.unsharded_after_forward = True
 
-    def _watch_frozen(self, group: ParameterGroup, inputs: Callable[[], Iterable[Tensor]]) -> None:
+    def _watch_frozen(self, group: ParameterGroup, inputs: Iterable[Tensor]) -> None:
         """Free a group without trainable parameters in backward once the gradients of its inputs are known."""
         # It has no gather node, by which autograd would announce that the backward has finished with the group.
-        if group.use is not None or not group.buffers or not self._platform.is_grad_enabled():
-            return
-        tensors = [tensor for tensor in inputs() if self._platform.requires_grad(tensor)]
+        tensors = [tensor for tensor in inputs if self._platform.requires_grad(tensor)]
         missing = set(range(len(tensors)))
         forward_pass = self.context.forward_pass
 
@@ -277,7 +276,7 @@ class FSDPState:
         self.group = group
         self.mp_policy = mp_policy
         self.schedule: ForwardSchedule | None = None
-        self._not_called = list(self.modules)
+        self._not_called = self.modules  # replaced, never changed in place
 
     def install(self) -> None:
         """Set this state and its hooks on the modules."""
@@ -294,14 +293,15 @@ class FSDPState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Unshard the group, and cast the inputs."""
         # Only the outermost forward counts if a forward calls the module itself, or a registered method of it.
-        if self._is_inner(module):
+        group = self.group
+        if group.forward_depth.get(id(module), 0) > 1:
             return None
-        if not self.group.in_gathered_step:
-            was_in_forward = self.group.in_forward
-            schedule = self.schedule_of_root()
-            schedule.pre_forward(self.group, module, lambda: tensors_in((args, kwargs), self.platform.Tensor))
-            if self.group.in_forward and not was_in_forward:
-                self._not_called = list(self.modules)
+        if not group.in_gathered_step:
+            was_in_forward = group.in_forward
+            schedule = self.schedule if self.schedule is not None else self._become_root()
+            schedule.pre_forward(group, module, args, kwargs)
+            if group.in_forward and not was_in_forward:
+                self._not_called = self.modules
         if self.mp_policy.cast_forward_inputs and self.mp_policy.param_dtype is not None:
             args, kwargs = self._cast((args, kwargs), self.mp_policy.param_dtype)
             return args, kwargs
@@ -309,20 +309,20 @@ class FSDPState:
 
     def post_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Cast the outputs, register the hooks for their backward, and reshard the group."""
-        if self._is_inner(module):
+        group = self.group
+        if group.forward_depth.get(id(module), 0) > 1:
             return output
         if self.mp_policy.output_dtype is not None:
             output = self._cast(output, self.mp_policy.output_dtype)
-        if self.group.in_gathered_step:
+        if group.in_gathered_step:
             return output
         tensors = tensors_in(output, self.platform.Tensor) if self.platform.is_grad_enabled() else []
-        outputs = [tensor for tensor in tensors if self.platform.requires_grad(tensor)]
+        outputs = list(filter(self.platform.requires_grad, tensors))
         assert self.schedule is not None
-        watched = self.schedule.post_forward(self.group, module, outputs, self._is_last(module))
-        pairs = zip(outputs, watched, strict=True)
-        replacements = {id(before): after for before, after in pairs if after is not before}
-        if not replacements:
+        watched = self.schedule.post_forward(group, module, outputs, self._is_last(module))
+        if watched is outputs:
             return output
+        replacements = {id(before): after for before, after in zip(outputs, watched, strict=True)}
         return map_tensors(output, self.platform.Tensor, lambda x: replacements.get(id(x), x))
 
     def call(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -332,8 +332,8 @@ class FSDPState:
         try:
             return forward(*args, **kwargs)
         except BaseException:
-            if not self._is_inner(module):
-                self._not_called = list(self.modules)
+            if depth[key] == 1:
+                self._not_called = self.modules
                 if self.schedule is not None and not self.group.in_gathered_step:
                     self.schedule.fail(self.group)
             raise
@@ -342,16 +342,13 @@ class FSDPState:
             if not depth[key]:
                 del depth[key]
 
-    def _is_inner(self, module: Module) -> bool:
-        """Return True inside of a forward of the module that another forward of it has called."""
-        return self.group.forward_depth.get(id(module), 0) > 1
-
     def _is_last(self, module: Module) -> bool:
         """Return True if every module of the group has now been called, in any order."""
-        self._not_called = [other for other in self._not_called if other is not module]
-        if self._not_called:
-            return False
-        self._not_called = list(self.modules)
+        if len(self.modules) > 1:
+            self._not_called = [other for other in self._not_called if other is not module]
+            if self._not_called:
+                return False
+            self._not_called = self.modules
         return True
 
     def _cast(self, tree: Any, dtype: DType) -> Any:

@@ -44,7 +44,7 @@ class ExtensionGathering(Gathering):
 
     def start(self) -> None:
         buffer = self._buffer
-        buffer.versions.mark_gather()
+        buffer.versions.at_gather = buffer.versions.now()
         # The unsharded weight may be quantized: uncounted writes are found by comparing the shard with this copy.
         self._copy_of_shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.dtype)
         flat = self.shard_on_device()
@@ -54,7 +54,8 @@ class ExtensionGathering(Gathering):
         # Empty in the first gather, whose buffers have memory already.
         for held in self._held:
             self._storage.refill(held)
-        buffer.count_allocation()
+        if buffer.on_allocation is not None:
+            buffer.on_allocation()
         self._work = self._start_gather(inputs)
         self._is_filling = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hp_dtensor.spec.rank_checks import is_checking
 from hp_fsdp._engine.backward import RootContext
 from hp_fsdp.exceptions import FSDPStateError
 
@@ -74,7 +75,8 @@ class GatheredStep:
         for group in reversed(context.groups):
             for buffer in reversed(group.buffers):
                 if buffer.gradients.unreduced is not None:
-                    group.check_same_action("reduces the gradients of")
+                    if is_checking():
+                        group.check_same_action("reduces the gradients of")
                     context.reducer.start(group, buffer, group.settings.reduce, is_last=True)
         # As at the end of a backward: ranks compare their collectives and exchange used parameters.
         context.orders.start_comparing("backward")

@@ -39,11 +39,6 @@ class ShardOffload:
             return cls(storage, device)
         return cls(storage, device, policy.parameters, policy.gradients, policy.pin_memory)
 
-    @property
-    def separates_gradients(self) -> bool:
-        """True if one of parameters and gradients is stored on the host, and the other one on the device."""
-        return self.parameters != self.gradients
-
     def zeros(self, numel: int, dtype: DType, on_host: bool) -> Tensor:
         """Return a flat tensor of zeros, in host memory or on the device."""
         if on_host:

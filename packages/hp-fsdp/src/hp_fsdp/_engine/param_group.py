@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from operator import methodcaller
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.recording import located
 from hp_dtensor.spec.rank_checks import is_checking
-from hp_fsdp._engine.flat_buffer import FlatBuffer, Gathering
+from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.rank_checks import CallOrder, check_same_action, communicate
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
@@ -66,6 +65,7 @@ class GroupSettings:
         defers_reduction: of a root: `RootContext.finish_reductions` waits for the reductions, not the end of backward.
         prefetch_depth: number of groups to gather ahead in the recorded order.
         max_gradient_buffers: number of full gradient buffers that may be held at once.
+        retains_full: the full parameters stay in memory between uses (ZeRO stages 0 to 2).
     """
 
     zero_stage: int = 3
@@ -78,11 +78,10 @@ class GroupSettings:
     defers_reduction: bool = False
     prefetch_depth: int = 1
     max_gradient_buffers: int = 1
+    retains_full: bool = field(init=False)
 
-    @property
-    def retains_full(self) -> bool:
-        """True if the full parameters stay in memory between uses (ZeRO stages 0 to 2)."""
-        return self.zero_stage < 3
+    def __post_init__(self) -> None:
+        self.retains_full = self.zero_stage < 3
 
     @property
     def frees_after_backward(self) -> bool:
@@ -131,13 +130,6 @@ class ParameterUse:
         self.pending: list[FlatBuffer] = []
         self.versions: dict[FlatBuffer, list[int]] = {}
 
-    def add_buffer(self, buffer: FlatBuffer, indices: list[int]) -> None:
-        """Add a buffer with trainable parameters, in the state of its last gather."""
-        self.indices[buffer] = indices
-        self.pending.append(buffer)
-        # Of the gather, not of now: the forward computes with the gathered values.
-        self.versions[buffer] = buffer.full_versions
-
     def changed_parameters(self, buffer: FlatBuffer, grads: Gradients) -> list[str]:
         """Return the parameters with gradients that have other values in backward than the forward computed with."""
         # Autograd compares the versions of the tensors that operations have saved. It cannot see that a full buffer was
@@ -167,6 +159,8 @@ class ParameterGroup:
         use: the use of the parameters in the current forward pass, until its backward. None outside.
         summon_depth: number of `summon_full_params` blocks that are open.
         summoned_buffers: the flat full buffers that those blocks have gathered.
+        owners: for each buffer every (module, attribute) that holds one of its parameters.
+        num_conversions: how often buffers have been converted to another dtype.
         forward_prefetch, backward_prefetch: groups to prefetch. None: the next ones in recorded order.
     """
 
@@ -195,8 +189,15 @@ class ParameterGroup:
         self.summoned_buffers: list[Tensor] = []
         self.forward_prefetch: list[ParameterGroup] | None = None
         self.backward_prefetch: list[ParameterGroup] | None = None
-        # By buffer. Tied parameters have several owners.
-        self._owners = [[owner for each in buffer.parameters for owner in each.owners] for buffer in self.buffers]
+        self.num_conversions = 0
+        self._may_be_uninitialized = True
+        self._sharded = [buffer.sharded for buffer in self.buffers]
+        self._gatherings = [buffer.gathering for buffer in self.buffers]
+        # Tied parameters have several owners. `_owned` are the indices of the parameters that the owners hold.
+        self.owners = [[owner for each in buffer.parameters for owner in each.owners] for buffer in self.buffers]
+        self._owned = [
+            [index for index, each in enumerate(buffer.parameters) for _ in each.owners] for buffer in self.buffers
+        ]
         for buffer in self.buffers:
             buffer.gathering.retains_full = settings.retains_full
             names = [parameter.name for parameter in buffer.parameters]
@@ -218,11 +219,6 @@ class ParameterGroup:
         return {rank for buffer in self.buffers for rank in buffer.ranks}
 
     @property
-    def num_conversions(self) -> int:
-        """Number of conversions of its buffers to another dtype."""
-        return sum([buffer.versions.num_conversions for buffer in self.buffers])
-
-    @property
     def shard_counts(self) -> list[int]:
         """The numbers of shards of its sharded buffers."""
         return sorted({buffer.layout.num_shards for buffer in self.buffers if buffer.layout.num_shards > 1})
@@ -241,53 +237,63 @@ class ParameterGroup:
                 f"{self.where}: forward, backward and unshard() are refused inside summon_full_params, "
                 "because autograd does not see its parameters; leave the block first"
             )
-        if self.state in (GroupState.SHARDED, GroupState.SHARDED_AFTER_FORWARD):
-            self.check_same_action("gathers")
-            self._gather(_START)
+        if self.state is GroupState.SHARDED or self.state is GroupState.SHARDED_AFTER_FORWARD:
+            if is_checking():
+                self.check_same_action("gathers")
+            try:
+                for gathering in self._gatherings:
+                    communicate(self, "gather parameters", gathering.start)
+            except BaseException:
+                self._abandon_gathers()
+                raise
             self.state = GroupState.GATHERING
+
+    def unshard(self) -> None:
+        """Gather the parameters, and wait for them."""
+        if self.state is not GroupState.GATHERING or self.summon_depth:
+            self.start_unshard()
+        self.wait_for_unshard()
 
     def wait_for_unshard(self) -> None:
         """Wait for a running gather."""
         if self.state is GroupState.GATHERING:
-            self._gather(_WAIT)
+            try:
+                for gathering in self._gatherings:
+                    communicate(self, "gather parameters", gathering.wait)
+            except BaseException:
+                self._abandon_gathers()
+                raise
             self.state = GroupState.UNSHARDED
 
-    def unshard(self) -> None:
-        """Gather the parameters, and wait for them."""
-        self.start_unshard()
-        self.wait_for_unshard()
-
-    def _gather(self, step: Callable[[Gathering], None]) -> None:
-        """Start or wait for the gather of each buffer. If one raises, all buffers are released."""
-        try:
-            for buffer in self.buffers:
-                communicate(self, "gather parameters", step, buffer.gathering)
-        except BaseException:
-            for buffer in self.buffers:
-                # Other buffers may have a running collective, which writes memory that is freed next.
-                with contextlib.suppress(RuntimeError):
-                    buffer.gathering.wait()
-                buffer.gathering.release()
-            self.state = GroupState.SHARDED
-            raise
+    def _abandon_gathers(self) -> None:
+        """Release all buffers, because a gather of one of them has failed."""
+        for gathering in self._gatherings:
+            # Others may have a running collective, which writes memory that is freed next.
+            with contextlib.suppress(RuntimeError):
+                gathering.wait()
+            gathering.release()
+        self.state = GroupState.SHARDED
 
     def reshard(self) -> None:
         """Free the full parameters. Raises `FSDPStateError` while the modules compute with them."""
-        self._check_unused()
+        if self.uses_unsharded:
+            raise self._in_use()
         if self.state is not GroupState.SHARDED:
             # A running gather, as one that was prefetched and is not used, ends first.
-            self.wait_for_unshard()
-            for buffer in self.buffers:
-                buffer.gathering.release()
+            if self.state is GroupState.GATHERING:
+                self.wait_for_unshard()
+            for gathering in self._gatherings:
+                gathering.release()
             self.state = GroupState.SHARDED
             self.unsharded_after_forward = False
 
     def reshard_to(self, num_ranks: int) -> None:
         """Free the full parameters, but retain 1/`num_ranks` of them; see `Gathering.reshard_to`."""
-        self._check_unused()
+        if self.uses_unsharded:
+            raise self._in_use()
         if self.state is GroupState.UNSHARDED:
-            for buffer in self.buffers:
-                buffer.gathering.reshard_to(num_ranks)
+            for gathering in self._gatherings:
+                gathering.reshard_to(num_ranks)
             self.state = GroupState.SHARDED_AFTER_FORWARD
 
     def reshard_outdated(self) -> None:
@@ -295,34 +301,35 @@ class ParameterGroup:
 
         Ranks do not communicate about it, so every rank must have written its shard.
         """
-        if self.state is not GroupState.SHARDED and any(buffer.is_outdated for buffer in self.buffers):
-            self.use_sharded()
-            self.reshard()
+        for buffer in self.buffers if self.state is not GroupState.SHARDED else ():
+            if buffer.is_outdated:
+                self.use_sharded()
+                self.reshard()
+                return
 
     def regather(self, stale: Sequence[FlatBuffer]) -> None:
         """Fill full buffers of an unsharded group again, because their shards have changed."""
         # All gathers are started before the first one is waited for.
-        for step in (_START, _WAIT):
-            for buffer in stale:
-                communicate(self, "gather changed parameters", step, buffer.gathering)
+        for buffer in stale:
+            communicate(self, "gather changed parameters", buffer.gathering.start)
+        for buffer in stale:
+            communicate(self, "gather changed parameters", buffer.gathering.wait)
 
-    def _check_unused(self) -> None:
+    def _in_use(self) -> FSDPStateError:
         # Its modules would go on to compute with released memory.
-        if self.uses_unsharded:
-            raise FSDPStateError(
-                f"{self.where}: reshard() in state {self.state.value!r} while its modules hold the "
-                f"unsharded parameters; expected state {GroupState.SHARDED.value!r} or a group not in use"
-            )
+        return FSDPStateError(
+            f"{self.where}: reshard() in state {self.state.value!r} while its modules hold the "
+            f"unsharded parameters; expected state {GroupState.SHARDED.value!r} or a group not in use"
+        )
 
     # The parameters that the modules hold ----------------------------------------------------------------
 
     def use_unsharded(self, unsharded: Sequence[Sequence[Tensor]] | None = None) -> None:
         """Set the unsharded parameters as attributes of the modules: those given per buffer, or else the leaves."""
-        for position, buffer in enumerate(self.buffers):
-            self._set_parameters(position, buffer.leaves if unsharded is None else unsharded[position])
-            # The fill of the buffer has counted as a write. It must not be reported as one of the forward.
-            if self.storage.counts_filling:
-                buffer.names_written_unsharded()
+        self._set_parameters([buffer.leaves for buffer in self.buffers] if unsharded is None else unsharded)
+        # The fill of the buffer has counted as a write. It must not be reported as one of the forward.
+        for buffer in self.buffers if self.storage.counts_filling else ():
+            buffer.names_written_unsharded()
         self.uses_unsharded = True
 
     def use_sharded(self) -> None:
@@ -330,16 +337,13 @@ class ParameterGroup:
         # Also the end of a forward that has raised.
         self.in_forward = False
         if self.uses_unsharded:
-            for position, buffer in enumerate(self.buffers):
-                self._set_parameters(position, buffer.sharded)
+            self._set_parameters(self._sharded)
             self.uses_unsharded = False
 
-    def _set_parameters(self, position: int, tensors: Sequence[Tensor]) -> None:
-        owners, parameters = self._owners[position], self.buffers[position].parameters
-        if len(owners) != len(parameters):
-            pairs = zip(parameters, tensors, strict=True)
-            tensors = [tensor for parameter, tensor in pairs for _ in parameter.owners]
-        self.storage.set_parameters(owners, tensors)
+    def _set_parameters(self, by_buffer: Sequence[Sequence[Tensor]]) -> None:
+        for owners, owned, tensors in zip(self.owners, self._owned, by_buffer, strict=True):
+            each = tensors if len(owned) == len(tensors) else [tensors[index] for index in owned]
+            self.storage.set_parameters(owners, each)
 
     def make_use(
         self, token: Tensor, forward_pass: object | None, post_backward: PostBackward
@@ -357,7 +361,10 @@ class ParameterGroup:
         for buffer in self.buffers:
             indices = buffer.trainable()
             if indices:
-                use.add_buffer(buffer, indices)
+                use.indices[buffer] = indices
+                use.pending.append(buffer)
+                # Of the gather, not of now: the forward computes with the gathered values.
+                use.versions[buffer] = buffer.full_versions
                 backward = located(partial(post_backward, self, use, buffer))
                 token, unsharded = buffer.gather_node(token, indices, backward)
             else:
@@ -390,6 +397,7 @@ class ParameterGroup:
         if any(buffer.new_dtype is not None for buffer in self.buffers):
             # The full buffer has the old dtype.
             self.reshard()
+            self.num_conversions += 1
         # Conversion first: data in a new dtype cannot be copied into the shard as it is.
         problems = [problem for buffer in self.buffers for problem in buffer.convert()]
         problems = problems or [problem for buffer in self.buffers for problem in buffer.copy_moved()]
@@ -402,6 +410,8 @@ class ParameterGroup:
 
     def check_initialized(self) -> None:
         """Raise `FSDPStateError` if parameters from the meta device have not been given values."""
+        if not self._may_be_uninitialized:
+            return
         from_meta = [buffer for buffer in self.buffers if buffer.from_meta]
         # Zeros prove nothing where writes are not counted (`bias.data.zero_()`). So the group counts as initialized if
         # any parameter has been written or is not zero, or if this rank holds only vectors of it.
@@ -417,6 +427,7 @@ class ParameterGroup:
             )
         for each in from_meta:
             each.from_meta.clear()
+        self._may_be_uninitialized = False
 
     def check_unwritten(self) -> None:
         """Raise `FSDPStateError` if the forward has written unsharded parameters, which are freed, not copied back."""
@@ -429,14 +440,11 @@ class ParameterGroup:
             )
 
     def check_same_action(self, action: str) -> None:
-        """In `check_mode`: raise `CallOrderError` unless every rank of the shard groups now does `action` with this."""
-        if is_checking():
-            for shard_group in dict.fromkeys(buffer.shard_group for buffer in self.buffers):
-                # The sizes too: modules of one class have the same name until a model around them has been called.
-                elements = sum(buffer.layout.numel for buffer in self.buffers)
-                check_same_action(shard_group, f"{action} {self.name} of {elements} elements")
+        """Raise `CallOrderError` unless every rank of the shard groups now does `action`. Called in `check_mode`."""
+        for shard_group in dict.fromkeys(buffer.shard_group for buffer in self.buffers):
+            # The sizes too: modules of one class have the same name until a model around them has been called.
+            elements = sum(buffer.layout.numel for buffer in self.buffers)
+            check_same_action(shard_group, f"{action} {self.name} of {elements} elements")
 
-
-_START, _WAIT = methodcaller("start"), methodcaller("wait")  # of a `Gathering`
 
 PostBackward = Callable[[ParameterGroup, ParameterUse, FlatBuffer, Gradients], None]

@@ -463,7 +463,7 @@ class ParameterVersions:
     """
 
     def __init__(self, storage: ParameterStorage, parameters: Sequence[FSDPParameter]) -> None:
-        self._storage, self._platform = storage, storage.platform
+        self._storage = storage
         self._parameters = parameters
         self._sharded = [parameter.sharded for parameter in parameters]
         self.at_gather: list[int] = []
@@ -473,8 +473,7 @@ class ParameterVersions:
 
     def now(self) -> list[int]:
         """Return the current counter of each sharded parameter."""
-        with self._platform.local_op():
-            versions = list(map(self._platform.version, self._sharded))
+        versions = self._storage.versions(self._sharded)
         # A conversion counts as one write of each parameter.
         return [version + self.num_conversions for version in versions] if self.num_conversions else versions
 
@@ -483,15 +482,6 @@ class ParameterVersions:
         # It replaces the data of the parameters, which frameworks do not count.
         self.num_conversions += 1
         self._unsharded_writes = self._count_unsharded_writes()
-
-    def mark_gather(self) -> None:
-        """Record the counters at the start of a gather."""
-        self.at_gather = self.now()
-
-    @property
-    def written_since_gather(self) -> bool:
-        """True if an operation has written a sharded parameter since the last gather started."""
-        return self.at_gather != self.now()
 
     def mark_accumulation(self) -> None:
         """Record the counters of the values to which accumulated gradients belong."""
@@ -515,4 +505,4 @@ class ParameterVersions:
         return [parameter.name for parameter, old, new in counted if old != new]
 
     def _count_unsharded_writes(self) -> list[int]:
-        return [self._storage.num_writes(parameter.view) for parameter in self._parameters]
+        return self._storage.versions([parameter.view for parameter in self._parameters])

@@ -7,11 +7,11 @@ starts the gathers ahead.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from hp_fsdp._engine.param_group import Event, GroupState, ParameterGroup, ParameterUse
+from hp_fsdp.exceptions import FSDPStateError
 
 Tensor = Any
 
@@ -49,14 +49,12 @@ class ForwardPass:
             # The uses themselves stay: a backward still needs their indices and versions.
             use.unsharded.clear()
 
-    def start_group(self, group: ParameterGroup) -> None:
-        """Record that the first forward of a group starts."""
-        self.events.setdefault(group.start_event, None)
-
     def add_use(self, group: ParameterGroup, use: ParameterUse) -> None:
         """Record a use whose autograd nodes are made now. The start event moves here: earlier forwards had no nodes."""
         self.uses.append(use)
-        self._move_last(group.start_event, use)
+        # A dict sets an existing key in its old position, so the event is removed first.
+        self.events.pop(group.start_event, None)
+        self.events[group.start_event] = use
 
     def end_group(self, group: ParameterGroup, has_outputs: bool) -> None:
         """Record the end of a forward of a group's module. `has_outputs`: it has outputs that require gradients."""
@@ -65,20 +63,26 @@ class ForwardPass:
             self._num_conversions.setdefault(group, group.num_conversions)
         if needs_backward or self.reachable:
             self.reachable.add(group)
-        self._move_last(group.end_event, None)
+        self.events.pop(group.end_event, None)
+        self.events[group.end_event] = None
 
-    def is_converted(self, group: ParameterGroup) -> bool:
-        """Return True if the group was converted to another dtype since its forward, so that backward cannot run."""
-        # Buffers are converted by the next forward, which frees the memory of which autograd has saved views. Until
-        # then frozen parameters still have it, but the gradients of trainable ones no longer fit them.
-        use = self.events.get(group.start_event)
-        pending = use is not None and any(buffer.has_other_dtypes for buffer in use.indices)
-        return pending or self._num_conversions.get(group) not in (None, group.num_conversions)
+    def check_conversions(self, is_synced: bool) -> None:
+        """Raise `FSDPStateError` if a group was converted to another dtype since its forward.
 
-    def _move_last(self, event: Event, use: ParameterUse | None) -> None:
-        # A dict sets an existing key in its old position, so the event is removed first.
-        self.events.pop(event, None)
-        self.events[event] = use
+        Args:
+            is_synced: all conversions have been applied to the buffers.
+        """
+        # Buffers are converted by the next forward, which frees the memory of which autograd has saved views.
+        converted = [group for group, number in self._num_conversions.items() if number != group.num_conversions]
+        # Until then frozen parameters still have it, but the gradients of trainable ones no longer fit them.
+        for event, use in self.events.items() if not is_synced else ():
+            if use is not None and any(buffer.has_other_dtypes for buffer in use.indices):
+                converted.append(event.group)
+        if converted:
+            raise FSDPStateError(
+                f"{converted[0].where}: parameters have been converted to another dtype between a forward and its "
+                "backward; convert modules between steps"
+            )
 
 
 class BackwardRun:
@@ -86,6 +90,7 @@ class BackwardRun:
 
     Attributes:
         is_for_parameters: False: it is for inputs alone, as `torch.autograd.grad`, and collects no gradient.
+        end: the callback at its end. It is dead if the backward has raised: autograd drops it then.
         uses: the uses that it has reached.
         frozen_calls: number of calls of groups without trainable parameters that it has finished, by group and pass.
         tokens: tokens of the gather nodes of modules that are being recomputed.
@@ -95,19 +100,13 @@ class BackwardRun:
 
     def __init__(self, is_for_parameters: bool, end: Callable[[], None]) -> None:
         self.is_for_parameters = is_for_parameters
-        # A weak reference: autograd holds the callback while the backward runs. If it is dead and has not been called,
-        # the backward has raised.
-        self._end = weakref.ref(end)
+        # A weak reference: autograd holds the callback while the backward runs.
+        self.end = weakref.ref(end)
         self.uses: set[ParameterUse] = set()
         self.frozen_calls: dict[tuple[ParameterGroup, ForwardPass], int] = {}
         self.tokens: dict[ParameterGroup, Tensor] = {}
         self.reached: set[tuple[ParameterGroup, ForwardPass | None]] = set()
         self.remaining: dict[ForwardPass, dict[Event, ParameterUse | None]] = {}
-
-    @property
-    def has_failed(self) -> bool:
-        """True if an exception has ended it, after which the framework has dropped the callback."""
-        return self._end() is None
 
     def start_use(self, use: ParameterUse) -> None:
         """Mark all buffers of a use as pending when this backward first reaches it."""
@@ -115,12 +114,6 @@ class BackwardRun:
             self.uses.add(use)
             # A second backward through the same forward finds none pending, because the first one has taken them.
             use.pending = use.pending or list(use.indices)
-
-    def remaining_events(self, forward_pass: ForwardPass) -> dict[Event, ParameterUse | None]:
-        """Return the events of a pass that have not been taken: all of them when the backward first reaches it."""
-        if forward_pass not in self.remaining:
-            self.remaining[forward_pass] = forward_pass.events.copy()
-        return self.remaining[forward_pass]
 
 
 # Prefetch ------------------------------------------------------------------------------------------------
@@ -178,12 +171,15 @@ class Prefetcher:
 
     def prefetch_backward(self, group: ParameterGroup, forward_pass: ForwardPass, run: BackwardRun) -> None:
         """Start to gather the groups that the backward uses after `group`, which it reaches now."""
-        following: Iterable[ParameterGroup] | None = group.backward_prefetch
+        following = group.backward_prefetch
         if following is None:
-            remaining, reachable = run.remaining_events(forward_pass), forward_pass.reachable
-            ends = (event.group for event in reversed(remaining) if event.is_end and event.group in reachable)
+            following = []
             # Backward reaches groups at their end events, last recorded first.
-            following = islice(ends, group.settings.prefetch_depth)
+            for other, is_end in reversed(run.remaining[forward_pass]):
+                if len(following) == group.settings.prefetch_depth:
+                    break
+                if is_end and other in forward_pass.reachable:
+                    following.append(other)
         for other in following:
             # As in `_unshard`: a group that backward does not gather must not be prefetched either.
             if other.settings.unshard_in_backward or not other.storage.refuses_released:

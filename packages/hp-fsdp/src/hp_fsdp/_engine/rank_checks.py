@@ -231,6 +231,11 @@ class CallOrder:
                 messages = self._process_group.start_all_gather_bytes(message)
             self._comparison = Comparison(messages, len(self.actions), phase, used)
 
+    @property
+    def is_comparing(self) -> bool:
+        """True if a comparison is running."""
+        return self._comparison is not None
+
     def check(self, timeout_seconds: float | None = None) -> None:
         """Wait for the running comparison. Every rank then finds the same `error`.
 
@@ -455,6 +460,9 @@ class CallOrders:
     the ranks of each shard group, and collects the parameters used in that group. The second is among the replicas of
     each shard, and sends what the first has collected. With parameters on different meshes, a process group may take
     part in both.
+
+    Attributes:
+        is_comparing: a comparison has been started, and `check` has not found its result.
     """
 
     def __init__(self, recorders: Iterable[ActionRecorder]) -> None:
@@ -463,12 +471,14 @@ class CallOrders:
         self._second = list(dict.fromkeys(order for each in recorders for order in each.second_orders))
         self._errors_raised = {order: order.error for order in (*self._first, *self._second)}
         self._second_phase = ""
+        self.is_comparing = False
 
     def start_comparing(self, phase: str) -> None:
         """Start to compare the call orders at the end of a `phase`: forward or backward."""
         for order in self._first:
             order.start_comparing(phase)
         self._second_phase = phase
+        self.is_comparing = True
 
     def check(self, timeout_seconds: float | None = None) -> None:
         """Wait for the running comparisons. With a time limit, only for those among the shards.
@@ -486,6 +496,7 @@ class CallOrders:
                 order.start_comparing(phase, is_second=True)
         for order in self._second:
             order.check(timeout_seconds)
+        self.is_comparing = bool(self._second_phase) or any(order.is_comparing for order in self._errors_raised)
         for order, raised in self._errors_raised.items():
             if order.error is not None and order.error is not raised:
                 self._errors_raised[order] = order.error

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hp_dtensor.comm.process_group import DONE, Work
-from hp_fsdp._engine.flat_buffer import FlatBuffer
+from hp_fsdp._engine.flat_buffer import FlatBuffer, StoredShard
 from hp_fsdp._engine.param_group import ParameterGroup, ReduceOptions
 from hp_fsdp._engine.rank_checks import UsedParameters, communicate
 
@@ -22,17 +22,24 @@ class Reduction:
     Args:
         group: the group of the buffer.
         is_last: it completes the gradients of a step.
+
+    Attributes:
+        copies_to_host: its gradients are copied to the host, for which the backward leaves time.
+        work: the running collective. `DONE` between the reduce-scatter and the all-reduce, and where there is none.
     """
 
     def __init__(self, group: ParameterGroup, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
         self.buffer = buffer
+        self.copies_to_host = buffer.offload.gradients
         self._group = group
         self._hook = options.hook
-        self._all_reduces = is_last and options.all_reduce and buffer.replicate_group is not None
-        self._stays_partial = not is_last or (not options.all_reduce and buffer.replicate_group is not None)
-        num_replicas = buffer.replicate_group.size if buffer.replicate_group is not None else 1
-        divisor = options.divisor(buffer.shard_group.size * num_replicas)
-        self._divisor_before, self._divisor_after = _split_divisor(divisor, buffer)
+        replicas = buffer.replicate_group
+        self._all_reduces = is_last and options.all_reduce and replicas is not None
+        self._stays_partial = not is_last or (not options.all_reduce and replicas is not None)
+        divisor = options.divisor(buffer.shard_group.size * (replicas.size if replicas is not None else 1))
+        self._divisor_before, self._divisor_after = (
+            _split_divisor(divisor) if buffer.reduces_in_half and divisor > 1.0 else (1.0, divisor)
+        )
         # Take the record of parameters with gradients, those of a pending shard too, from the buffer.
         gradients = buffer.gradients
         indices = gradients.unreduced_indices | gradients.partial_indices
@@ -40,8 +47,8 @@ class Reduction:
         gradients.partial_indices = indices if self._stays_partial else frozenset()
         self._used = UsedParameters(indices, len(buffer.parameters))
         self._shard: Tensor = None
-        self._store: Callable[[], None] | None = None
-        self._shard, self._work = self._communicate(self._start_reduce_scatter)
+        self._stored: StoredShard | None = None
+        self._shard, self.work = self._communicate(self._start_reduce_scatter)
 
     def _communicate(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return communicate(self._group, "reduce gradients", function, *arguments, in_backward=True)
@@ -58,7 +65,8 @@ class Reduction:
         work: Work = DONE
         if buffer.shard_group.size > 1:
             shard = buffer.new_buffer(buffer.layout.shard_numel, buffer.reduce_dtype)
-            buffer.count_allocation()
+            if buffer.on_allocation is not None:
+                buffer.on_allocation()
             work = buffer.communication.reduce_scatter(shard, self._full, buffer.shard_group)
         # The all-reduce is recorded here too. All-reduces follow in the order of the reduce-scatters.
         buffer.actions.record_reduction(None if self._stays_partial else self._used, self._all_reduces)
@@ -69,7 +77,7 @@ class Reduction:
         buffer, gradients = self.buffer, self.buffer.gradients
         self._wait()
         # From here on the memory of the full gradients can serve the next gather.
-        self._full, self._work = None, DONE
+        self._full = None
         # The shard of earlier reductions is added before the all-reduce, which then covers all of them.
         if gradients.partial_shard is not None:
             buffer.storage.add_(self._shard, gradients.partial_shard)
@@ -79,48 +87,36 @@ class Reduction:
             buffer.versions.mark_accumulation()
         elif self._all_reduces:
             assert buffer.replicate_group is not None
-            self._work = self._communicate(buffer.communication.all_reduce, self._shard, buffer.replicate_group)
+            self.work = self._communicate(buffer.communication.all_reduce, self._shard, buffer.replicate_group)
 
     def _wait(self) -> None:
-        self._communicate(self._work.wait)
+        work, self.work = self.work, DONE
+        if work is not DONE:
+            self._communicate(work.wait)
 
-    def finish(self) -> Callable[[], None]:
-        """Wait for the last collective, scale the shard, and start to store it, unless that has been done.
-
-        Returns:
-            A function that sets the stored gradients as `grad` of the parameters.
-        """
-        if self._store is None:
-            self._wait()
-            self._store = self._start_store()
-            # The gradients are views of it from now on, or the host has a copy.
-            self._shard = None
-        return self._store
-
-    def _start_store(self) -> Callable[[], None]:
+    def start_store(self) -> None:
+        """Wait for the last collective, scale the shard, and start to store it, unless that has been done."""
+        if self._stored is not None:
+            return
+        self._wait()
         if self._stays_partial:
-            return lambda: None
+            return
         if self._divisor_after != 1.0:
             self.buffer.storage.scale_(self._shard, 1.0 / self._divisor_after)
         if self._hook is not None:
             self._hook(self._shard)
         # After the hook, which may have written the shard in place.
-        return self.buffer.gradients.start_store(self._shard, self._used)
+        self._stored = self.buffer.gradients.start_store(self._shard)
+        # The gradients are views of it from now on, or the host has a copy.
+        self._shard = None
 
-    @property
-    def copies_to_host(self) -> bool:
-        """True if its gradients are copied to the host, for which the backward leaves time."""
-        return self.buffer.offload.gradients
-
-    @property
-    def stored(self) -> frozenset[int]:
-        """Indices of the parameters whose gradients it sets. Final once ranks have exchanged which are used."""
-        return frozenset() if self._stays_partial else self._used.indices
-
-    @property
-    def is_communicating(self) -> bool:
-        """True while its all-reduce may still run."""
-        return self._work is not DONE
+    def set_gradients(self) -> frozenset[int]:
+        """Set the gradients once ranks have exchanged which are used; return the indices of their parameters."""
+        if self._stored is None:
+            return frozenset()
+        stored, self._stored = self._stored, None
+        self.buffer.gradients.finish_store(stored, self._used)
+        return self._used.indices
 
     @property
     def held_bytes(self) -> int:
@@ -157,9 +153,9 @@ class Reducer:
             reduction.finish_reduce_scatter()
             self._num_scattered += 1
             if reduction.copies_to_host:
-                (self._to_copy if reduction.is_communicating else due).append(reduction)
+                (due if reduction.work is DONE else self._to_copy).append(reduction)
         for reduction in due:
-            reduction.finish()
+            reduction.start_store()
 
     def start(self, group: ParameterGroup, buffer: FlatBuffer, options: ReduceOptions, is_last: bool) -> None:
         """Start to reduce the full gradients of a buffer. `is_last`: this completes the gradients of a step."""
@@ -182,20 +178,20 @@ class Reducer:
         self._clear()
         # First wait for all collectives, then compare ranks, then set gradients: after an error no parameter has a
         # gradient on some ranks only.
-        stores = [reduction.finish() for reduction in running]
-        if stores:
-            check()
-        for store in stores:
-            store()
         for reduction in running:
-            self._stored[reduction.buffer] = self._stored.get(reduction.buffer, frozenset()) | reduction.stored
+            reduction.start_store()
+        if running:
+            check()
+        for reduction in running:
+            stored = reduction.set_gradients()
+            self._stored[reduction.buffer] = self._stored.get(reduction.buffer, frozenset()) | stored
 
     def run_gradient_hooks(self) -> None:
         """Call the users' gradient hooks of each parameter whose gradient has been set since the last call, once."""
         stored, self._stored = self._stored, {}
         for buffer, indices in stored.items():
             for index in sorted(indices):
-                buffer.storage.run_gradient_hooks(buffer.parameters[index].sharded)
+                buffer.storage.run_gradient_hooks(buffer.sharded[index])
 
     def reset(self) -> None:
         """Discard the running reductions, after an error."""
@@ -211,11 +207,9 @@ class Reducer:
         return sum(reduction.held_bytes for reduction in self._running)
 
 
-def _split_divisor(divisor: float, buffer: FlatBuffer) -> tuple[float, float]:
-    """Split a divisor into the numbers by which to divide before and after the reduction."""
-    if divisor <= 1.0 or buffer.platform.dtype_name(buffer.reduce_dtype) != "float16":
-        return 1.0, divisor
-    # In float16 the undivided sum over many ranks overflows, and small gradients vanish if divided first. So each half
+def _split_divisor(divisor: float) -> tuple[float, float]:
+    """Split the divisor of a reduction in float16 into the numbers by which to divide before and after it."""
+    # The undivided sum over many ranks overflows in float16, and small gradients vanish if divided first. So each half
     # of the divisor (in the exponent) applies on one side. The first is a power of two, which rounds nothing.
     before = 2.0 ** math.ceil(math.log2(divisor) / 2)
     return before, divisor / before

@@ -42,9 +42,6 @@ class MindSporeParameterStorage(ParameterStorage):
             stored = mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(moved_to_front(shape, outer_dim)))
             return _first_moved_to(stored, outer_dim)
 
-    def num_writes(self, view: Tensor) -> int:
-        return self.platform.version(view)
-
     def gather_target(self, buffer: Tensor) -> Tensor:
         # Collectives write nothing into views. Process groups write through `data`, which changes no version counter.
         return buffer
@@ -130,11 +127,12 @@ class MindSporeParameterStorage(ParameterStorage):
         parameter.__dict__.pop("_grad_wrapper", None)
         parameter._grad = grad
 
-    def take_grad(self, leaf: Tensor) -> Tensor | None:
-        grad = leaf._grad
-        if grad is not None:
-            leaf._grad = None
-        return grad
+    def take_grads(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        grads = [leaf._grad for leaf in leaves]
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                leaf._grad = None
+        return grads
 
     def check_dtype(self, dtype: Any) -> None:
         if dtype == ms.bfloat16 and self._on_host:

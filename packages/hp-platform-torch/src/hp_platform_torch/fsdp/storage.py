@@ -18,8 +18,10 @@ import inspect
 import math
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +46,7 @@ Tensor = torch.Tensor
 _set = torch._C.TensorBase.set_
 _grad = torch.Tensor.grad.__get__
 _set_grad = torch.Tensor.grad.__set__
+_version, _address = attrgetter("_version"), methodcaller("data_ptr")
 
 
 class TorchParameterStorage(ParameterStorage):
@@ -69,6 +72,10 @@ class TorchParameterStorage(ParameterStorage):
 
     def write(self, buffer: Tensor, places: Sequence[Place], tensors: Sequence[Tensor | None]) -> None:
         with NoGrad(), LocalOperations():
+            pieces = None if _in_mode() else _pieces(buffer, places, tensors)
+            if pieces is not None:
+                torch.cat(pieces, out=buffer)
+                return
             # Views, which are cheaper than separate tensors, because only the copies use them.
             for (start, numel, outer_dim), x in zip(places, tensors, strict=True):
                 if x is None:
@@ -76,8 +83,12 @@ class TorchParameterStorage(ParameterStorage):
                 else:
                     buffer.as_strided(x.shape, _strides(x.shape, outer_dim), start).copy_(x)
 
-    def num_writes(self, view: Tensor) -> int:
-        return self.platform.version(view)
+    def versions(self, tensors: Sequence[Tensor]) -> list[int]:
+        with LocalOperations():
+            try:
+                return list(map(_version, tensors))
+            except RuntimeError:  # an inference tensor, which has no counter
+                return super().versions(tensors)
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
         if device_type == "cpu":
@@ -105,8 +116,7 @@ class TorchParameterStorage(ParameterStorage):
             target.add_(x)
 
     def scale_(self, target: Tensor, factor: float) -> None:
-        with NoGrad():
-            target.mul_(factor)
+        target.mul_(factor if _in_mode() else _scalar(factor))
 
     def zero_(self, target: Tensor) -> None:
         with NoGrad():
@@ -138,6 +148,13 @@ class TorchParameterStorage(ParameterStorage):
 
     def address(self, x: Tensor) -> int:
         return x.data_ptr() if x.layout is torch.strided else 0  # a sparse gradient, for which an error follows
+
+    def addresses(self, tensors: Sequence[Tensor]) -> list[int]:
+        with LocalOperations():
+            try:
+                return list(map(_address, tensors))
+            except RuntimeError:  # a sparse gradient
+                return super().addresses(tensors)
 
     def gather_extension(self, parameter: Tensor) -> GatherExtension | None:
         return find_extension(parameter)
@@ -213,6 +230,9 @@ class TorchParameterStorage(ParameterStorage):
         parameter._is_param = True
         return parameter
 
+    def get_parameters(self, owners: Sequence[tuple[nn.Module, str]]) -> list[Tensor | None]:
+        return [module._parameters.get(name) for module, name in owners]
+
     def set_parameters(self, owners: Sequence[tuple[nn.Module, str]], tensors: Sequence[Tensor]) -> None:
         for (module, name), tensor in zip(owners, tensors, strict=True):
             parameters = module._parameters
@@ -231,11 +251,22 @@ class TorchParameterStorage(ParameterStorage):
         # The `grad` property of DTensors wraps it as a DTensor when it is read.
         run_locally(_set_grad, (), (parameter, grad))
 
-    def take_grad(self, leaf: Tensor) -> Tensor | None:
-        grad = run_locally(_grad, (), (leaf,))
-        if grad is not None:
-            run_locally(_set_grad, (), (leaf, None))
-        return grad  # type: ignore[no-any-return]
+    def take_grads(self, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        with LocalOperations():
+            grads = list(map(_grad, leaves))
+            for leaf, grad in zip(leaves, grads, strict=True):
+                if grad is not None:
+                    _set_grad(leaf, None)
+        return grads
+
+    def add_local_grads(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        with LocalOperations():
+            for parameter, grad in zip(parameters, grads, strict=True):
+                present = _grad(parameter)
+                if present is None:
+                    _set_grad(parameter, grad)
+                else:
+                    self.add_(present, grad)
 
     def run_gradient_hooks(self, parameter: Tensor) -> None:
         # Autograd does not call them: it accumulates into the unsharded parameter, and a DTensor hides its hooks.
@@ -284,6 +315,22 @@ class TorchParameterStorage(ParameterStorage):
             for before, after in zip(tensors, joined, strict=True)
         ]
 
+    def before_backward(self, tensors: list[Tensor], hook: Callable[[], None]) -> list[Tensor]:
+        def call(grad: Tensor) -> None:
+            hook()
+
+        with LocalOperations():
+            for tensor in tensors:
+                if tensor.grad_fn is None:
+                    tensor.register_hook(call)
+                    continue
+                # The same as `register_hook`, at a third of its cost: without the handle that removes a hook.
+                if tensor._backward_hooks is None:
+                    tensor._backward_hooks = OrderedDict()
+                    tensor.grad_fn._register_hook_dict(tensor)
+                tensor._backward_hooks[call] = call
+        return tensors
+
     def on_gradient(self, tensor: Tensor, hook: Callable[[], None]) -> None:
         with LocalOperations():
             tensor.register_hook(lambda grad: hook())
@@ -295,6 +342,35 @@ class TorchParameterStorage(ParameterStorage):
                 "differentiated; take such gradients (a gradient penalty) through modules that are not sharded"
             )
         Variable._execution_engine.queue_callback(callback)
+
+
+def _pieces(buffer: Tensor, places: Sequence[Place], tensors: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """Return the flat pieces of which one concatenation makes `buffer`, if that copies nothing else."""
+    pieces, dtype = [], buffer.dtype
+    for (_, numel, outer_dim), x in zip(places, tensors, strict=True):
+        if x is None and numel <= _GAP:
+            pieces.append(_zeros(numel, dtype, buffer.device))
+        elif x is not None and x.dtype is dtype and not outer_dim and x.is_contiguous():
+            pieces.append(x.view(-1))
+        else:
+            return None
+    return pieces
+
+
+_GAP = 1024  # elements: of the padding between parameters
+# In a dispatch mode torch may make tensors without memory, which must not be cached for steps outside of it.
+_in_mode = torch._C._len_torch_dispatch_stack
+
+
+@functools.lru_cache(maxsize=4096)
+def _scalar(factor: float) -> Tensor:
+    """Return a factor as a tensor, of which torch makes one in each product by a number."""
+    return torch.tensor(factor, dtype=torch.float64, device="cpu")
+
+
+@functools.lru_cache(maxsize=4096)
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -89,7 +89,7 @@ def test_views_survive_release_and_refill(storage: ParameterStorage) -> None:
 
 
 def test_a_gather_is_no_write_to_the_parameter(storage: ParameterStorage) -> None:
-    """`num_writes` counts a user's writes; the fill by `gather_target` only with `counts_filling`.
+    """`versions` count a user's writes; the fill by `gather_target` only with `counts_filling`.
 
     Autograd would otherwise refuse what it has saved before the gather for backward.
     """
@@ -97,11 +97,11 @@ def test_a_gather_is_no_write_to_the_parameter(storage: ParameterStorage) -> Non
     buffer = filled(storage)
     view = storage.view(buffer, 0, (3,))
     platform.set_requires_grad(view, True)
-    before = storage.num_writes(view)
+    before = storage.versions([view])
     squared = platform.ops.sum(platform.ops.mul(view, view))
     platform.copy_(storage.gather_target(buffer), platform.from_numpy(NUMBERS.copy()))
     if not storage.counts_filling:
-        assert storage.num_writes(view) == before
+        assert storage.versions([view]) == before
     platform.backward(squared)
     assert values(platform, platform.get_grad(view)) == [2, 4, 6]
 
@@ -116,8 +116,13 @@ def test_parts_are_written_in_place(storage: ParameterStorage) -> None:
     assert values(platform, buffer) == [1, 2, 26, 28, 30, 32, 7, 8, 9, 10, 11, 12]
     storage.zero_(part)
     matrix = platform.from_numpy(np.array([[1, 2], [3, 4]], np.float64))
-    storage.write(buffer, [(6, 4, 1), (11, 1, 0)], [matrix, None])
-    assert values(platform, buffer) == [1, 2, 0, 0, 0, 0, 1, 3, 2, 4, 11, 0]
+    row_of_four = platform.from_numpy(np.arange(8, 12, dtype=np.float32))
+    row = platform.from_numpy(np.array([5, 6, 7], np.float32))
+    storage.write(buffer, [(0, 4, 1), (4, 1, 0), (5, 3, 0), (8, 4, 0)], [matrix, None, row, row_of_four])
+    assert values(platform, buffer) == [1, 3, 2, 4, 0, 5, 6, 7, 8, 9, 10, 11]
+    square = platform.from_numpy(np.array([[6, 5], [4, 3]], np.float32))
+    storage.write(buffer, [(0, 4, 0), (4, 4, 0), (8, 1, 0), (9, 3, 0)], [square, row_of_four, None, row])
+    assert values(platform, buffer) == [6, 5, 4, 3, 8, 9, 10, 11, 0, 5, 6, 7]
 
 
 @pytest.mark.dtypes("float16")
@@ -181,10 +186,11 @@ def test_parameters_share_the_memory_of_the_shard(storage: ParameterStorage) -> 
     with platform.local_op():
         assert storage.address(parameter) == storage.address(storage.part(buffer, 3, (1,)))
         assert storage.address(parameter) != storage.address(storage.part(buffer, 4, (1,)))
+        assert storage.addresses([parameter, buffer]) == [storage.address(parameter), storage.address(buffer)]
 
 
 def test_gradients_are_set_without_a_copy(storage: ParameterStorage) -> None:
-    """`local_grad` and `set_local_grad`: the gradient is a DTensor over the reduced shard."""
+    """`local_grad`, `set_local_grad`, `add_local_grads`: the gradient is a DTensor over the reduced shard."""
     platform = storage.platform
     parameter, spec = sharded_parameter(storage, filled(storage))
     assert storage.local_grad(parameter) is None
@@ -195,28 +201,35 @@ def test_gradients_are_set_without_a_copy(storage: ParameterStorage) -> None:
     assert values(platform, platform.unwrap(gradient)) == [1, 2, 3, 4, 5, 6]
     storage.scale_(reduced, 2.0)
     assert values(platform, storage.local_grad(parameter)) == [2, 4, 6, 8, 10, 12]
+    storage.add_local_grads([parameter], [storage.part(filled(storage), 6, (2, 3))])
+    assert values(platform, reduced)[:6] == [9, 12, 15, 18, 21, 24]
     storage.set_local_grad(parameter, None, spec)
     assert platform.get_grad(parameter) is None
+    storage.add_local_grads([parameter], [storage.part(reduced, 6, (2, 3))])
+    storage.scale_(reduced, 0.5)
+    assert values(platform, storage.local_grad(parameter)) == [7, 8, 9, 10, 11, 12]
 
 
 def test_modules_hold_other_parameters(storage: ParameterStorage) -> None:
-    """`set_parameters`: the tensors that a module computes with replace those that the optimizer has."""
+    """`set_parameters`, `get_parameters`: the tensors that a module computes with replace the optimizer's."""
     platform = storage.platform
     with nn.building(platform):
         module = nn.Linear(3, 2)
     weight = storage.view(filled(storage), 0, (2, 3))
     storage.set_parameters([(module, "weight")], [weight])
     assert module.weight is weight
+    assert [x is weight for x in storage.get_parameters([(module, "weight")])] == [True]
+    assert storage.get_parameters([(module, "missing")]) == [None]
 
 
 def test_accumulated_gradients_are_taken(storage: ParameterStorage) -> None:
-    """`take_grad`: recomputation may accumulate gradients in the unsharded leaves."""
+    """`take_grads`: recomputation may accumulate gradients in the unsharded leaves."""
     platform = storage.platform
     leaf = storage.view(filled(storage), 0, (2,))
     platform.set_requires_grad(leaf, True)
-    assert storage.take_grad(leaf) is None
+    assert storage.take_grads([leaf]) == [None]
     platform.backward(platform.ops.sum(platform.ops.mul(leaf, 3.0)))
-    assert values(platform, storage.take_grad(leaf)) == [3, 3]
+    assert [values(platform, grad) for grad in storage.take_grads([leaf])] == [[3, 3]]
     assert platform.get_grad(leaf) is None
 
 
