@@ -332,6 +332,20 @@ def test_plain_parameters_beside_dtensors(mesh, monkeypatch):
     assert type(optimizer.state[distributed]["exp_avg"]) is TorchDTensor
 
 
+def test_a_plain_parameter_with_empty_state_beside_dtensors(mesh):
+    plain, distributed = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(_on(mesh, Shard(0)))
+    optimizer = optim.AdamW([plain, distributed], lr=0.1)
+    assert optimizer.state[plain] == {}
+    for _ in range(3):
+        distributed.grad = _on(mesh, Shard(0))
+        optimizer.step()
+    assert torch.equal(plain, torch.ones(4))
+    for _ in range(3):
+        distributed.grad, plain.grad = None, torch.ones(4)
+        optimizer.step()
+    assert torch.equal(distributed.full_tensor(), plain)
+
+
 def test_another_subclass_beside_dtensors_still_intercepts_its_operations(mesh):
     seen = []
 
