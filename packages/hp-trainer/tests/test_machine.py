@@ -140,7 +140,7 @@ def examination(**changes) -> Examination:
         "links": Links({"machine": 3e-5, "local": 1e-5}, {"machine": 1e9, "local": 4e9}),
         "pairs": (Pair((0, 1), 1e-5, 4e9),),
         "overlaps": tuple(
-            Overlap(axis, 2, machines, size, latency + size / rate, 1e-2, 1e-2 + (latency + size / rate) / 2)
+            Overlap(axis, 2, machines, size, latency + size / rate, 2e-2, 2e-2 + (latency + size / rate) / 2)
             for axis, machines, latency, rate in (("machine", 2, 3e-5, 1e9), ("local", 1, 1e-5, 4e9))
             for size in (2**16, 2**20, 2**24)
         ),

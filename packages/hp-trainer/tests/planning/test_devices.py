@@ -57,6 +57,19 @@ def test_measured_products_and_collectives_give_the_rates(tmp_path: Path) -> Non
     assert device.hidden == {"weights": pytest.approx(0.75)}
 
 
+def test_large_collectives_determine_what_computation_hides(tmp_path: Path) -> None:
+    def hidden(of_small: float) -> dict[str, float]:
+        small, large = 2e-5 + 2**16 / 1e11, 2e-5 + 2**28 / 1e11
+        collectives = [
+            collective(2**16, more=f", product_seconds: 1.0e-2, both_seconds: {1e-2 + (1 - of_small) * small!r}"),
+            collective(2**28, more=f", product_seconds: 1.0e-2, both_seconds: {1e-2 + 0.75 * large!r}"),
+        ]
+        return find_device(write(tmp_path / "mine.yaml", [product(*SHAPES[0])], collectives)).hidden
+
+    # The times of a small one are mostly noise, in which it may even seem to take longer beside a computation.
+    assert [hidden(each) for each in (1.0, 0.25, -2.0)] == [{"weights": pytest.approx(0.25, abs=0.03)}] * 3
+
+
 def test_measured_blocks_give_the_rates_of_each_kind_of_work(tmp_path: Path) -> None:
     rates = {"products": 9e10, "attention": 5e10, "saved": 1e9, "operations": 1e5}
 

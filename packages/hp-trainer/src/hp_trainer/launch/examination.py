@@ -36,8 +36,9 @@ _COPIED_BYTES = 2**26
 _COLLECTIVE_BYTES = (2**16, 2**20, 2**24)
 # A gathered tensor has at most these bytes on any number of ranks.
 _MOST_GATHERED_BYTES = 2**28
-# Most repetitions of a short exchange in one measurement.
-_MOST_ROUNDS = 4
+# Exchanges are measured in turns of about so many seconds, with products before or beside them. In a step milliseconds
+# of computation precede an exchange, in which ranks drift apart, and more so where they share processors.
+_TURNS, _TURN_SECONDS, _LEAST_PRODUCTS = 6, 0.05, 5e-3
 _SUITE = "hp_dtensor.testing.conformance"
 _CHECKED_DTYPES = ("float32", "bfloat16", "int64")
 
@@ -226,7 +227,7 @@ def _blocks(platform: Platform, world: World) -> Iterator[Block]:
             platform.backward(model(ids, ids))
 
         world.all.barrier()
-        yield Block(hidden_size, batch, length, _slowest(world, _seconds(platform, run)))
+        yield Block(hidden_size, batch, length, _slowest(world, _seconds(platform, run, repeats=5)))
 
 
 def block_options(hidden_size: int) -> DecoderConfig:
@@ -297,22 +298,14 @@ def _overlap(
     rows = platform.ops.ones((4, num_bytes // 2**12, 2**8), platform.dtype("float32"))
     sequences = DTensor.from_local(rows, axis, [Shard(1)])
 
-    def seconds(run: Callable[[], None], rounds: int = 1) -> float:
-        world.all.barrier()
-
-        def repeated() -> None:
-            for _ in range(rounds):
-                run()
-
-        times = _timed(platform, repeated)
-        return _slowest(world, min(each for each, _ in times)) / rounds
-
     def exchange() -> None:
         sequences.redistribute(placements=[Replicate()])
 
-    idle = seconds(exchange)
-    repeats = max(1, min(1000, int(_LONGEST_PRODUCT / once), round(idle / once)))
-    rounds = max(1, min(_MOST_ROUNDS, int(_LONGEST_PRODUCT / idle)))
+    world.all.barrier()
+    idle = _slowest(world, min(each for each, _ in _timed(platform, exchange, repeats=5)))
+    longest = max(idle, _LEAST_PRODUCTS)
+    repeats = max(1, min(1000, int(_LONGEST_PRODUCT / once), round(longest / once)))
+    rounds = max(1, int(_TURN_SECONDS / longest))
 
     def compute() -> None:
         for _ in range(repeats):
@@ -329,11 +322,31 @@ def _overlap(
         compute()
         work.wait()
 
-    alone, after, both = (seconds(run, rounds) for run in (compute, wait, prefetch))
+    alone, after, both = _in_turns(platform, world, (compute, wait, prefetch), rounds)
     machines = len({facts[rank].host for rank in group.ranks})
     # The difference of two measurements may vanish in noise, and a device file needs a time above 0.
     sent, waited = num_bytes * (group.size - 1), max(after - alone, idle / 10)
     return Overlap(axis.mesh_dim_names[0], group.size, machines, sent, waited, alone, both)
+
+
+def _in_turns(platform: Platform, world: World, runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
+    """Return the seconds of computations with exchanges, on the slowest rank.
+
+    They run in turns, so that changes of a processor's speed concern all of them. Of each the faster half of its turns
+    is averaged: ranks wait for each other in every step, while other programs disturb only some of them.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    # The first turn allocates memory.
+    for _ in range(1 + _TURNS):
+        for found, run in zip(times, runs, strict=True):
+            world.all.barrier()
+            platform.synchronize()
+            start = time.perf_counter()
+            for _ in range(rounds):
+                run()
+            platform.synchronize()
+            found.append((time.perf_counter() - start) / rounds)
+    return [_slowest(world, sum(sorted(each[1:])[: _TURNS // 2]) / (_TURNS // 2)) for each in times]
 
 
 def _slowest(world: World, seconds: float) -> float:

@@ -230,12 +230,11 @@ class MeasuredCollective:
     both_seconds: _Measured | None = None
 
     @property
-    def hidden(self) -> float | None:
-        """Share of the shorter of both that ran at the same time as the longer one; None: not measured."""
+    def saved(self) -> tuple[float, float]:
+        """Seconds that computation hid, and the most that it could hide; zeros if they were not measured."""
         if self.product_seconds is None or self.both_seconds is None:
-            return None
-        saved = self.product_seconds + self.seconds - self.both_seconds
-        return min(1.0, max(0.0, saved / min(self.product_seconds, self.seconds)))
+            return 0.0, 0.0
+        return self.product_seconds + self.seconds - self.both_seconds, min(self.product_seconds, self.seconds)
 
 
 _T = TypeVar("_T", MeasuredProduct, MeasuredBlock)
@@ -314,11 +313,11 @@ def fit_collectives(collectives: Iterable[MeasuredCollective]) -> dict[str, Any]
     if "outer_bandwidth" not in found and "inner_bandwidth" in found:
         # One node was measured, and no others are known.
         found |= {"outer_latency": found["inner_latency"], "outer_bandwidth": found["inner_bandwidth"]}
-    shares: dict[str, list[float]] = {}
-    for each in every:
-        if each.hidden is not None and each.collective in _HIDDEN_BY:
-            shares.setdefault(_HIDDEN_BY[each.collective], []).append(each.hidden)
-    return found | ({"hidden": {name: float(np.median(each)) for name, each in shares.items()}} if shares else {})
+    # Of all sizes together: most of the time of a small collective is noise of the measurement.
+    saved = {name: [x.saved for x in every if _HIDDEN_BY.get(x.collective) == name] for name in _HIDDEN_BY.values()}
+    sums = {name: [sum(each) for each in zip(*pairs, strict=True)] for name, pairs in saved.items() if pairs}
+    hidden = {name: min(1.0, max(0.0, hid / most)) for name, (hid, most) in sums.items() if most}
+    return found | ({"hidden": hidden} if hidden else {})
 
 
 def _fit(units: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
