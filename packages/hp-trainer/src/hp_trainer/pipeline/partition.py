@@ -48,29 +48,37 @@ def balanced_stages(
     # Dynamic programming in two passes over (stage, first layer): the minimal peak cost, then the least sum of squares
     # among the partitions that do not exceed it.
     # peak[stage][begin]: least peak cost of the stages from `stage` on, if they share the layers from `begin` on.
-    peak = [[float("inf")] * (num_layers + 1) for _ in range(num_stages + 1)]
+    peak = [[math.inf] * (num_layers + 1) for _ in range(num_stages + 1)]
     peak[num_stages][num_layers] = 0.0
-    for stage in range(num_stages - 1, -1, -1):
+    for stage in reversed(range(num_stages)):
+        more, after = extra[stage], peak[stage + 1]
         for begin in range(num_layers):
+            before, least = total[begin], math.inf
             for end in range(begin + 1, num_layers + 1):
-                cost = total[end] - total[begin] + extra[stage]
+                cost = total[end] - before + more
                 # Costs are not negative: with more layers this stage does not get cheaper.
-                if cost >= peak[stage][begin]:
+                if cost >= least:
                     break
-                peak[stage][begin] = min(peak[stage][begin], max(cost, peak[stage + 1][end]))
+                least = min(least, max(cost, after[end]))
+            peak[stage][begin] = least
     limit = peak[0][0]
     # spread[stage][begin]: (sum of squares, end of this stage) of the best partition from there on.
-    spread = [[(float("inf"), 0)] * (num_layers + 1) for _ in range(num_stages)]
-    spread.append([(float("inf"), 0)] * num_layers + [(0.0, 0)])
-    for stage in range(num_stages - 1, -1, -1):
+    spread = [[(math.inf, 0)] * (num_layers + 1) for _ in range(num_stages)]
+    spread.append([(math.inf, 0)] * num_layers + [(0.0, 0)])
+    for stage in reversed(range(num_stages)):
+        more, following = extra[stage], spread[stage + 1]
         for begin in range(num_layers):
+            before, best = total[begin], (math.inf, 0)
             for end in range(begin + 1, num_layers + 1):
-                cost = total[end] - total[begin] + extra[stage]
+                cost = total[end] - before + more
                 # Costs do not decrease with more layers, so the first one above the limit ends the search.
                 if cost > limit:
                     break
-                # Equal sums of squares: the smaller end wins, which gives early stages fewer layers.
-                spread[stage][begin] = min(spread[stage][begin], (cost**2 + spread[stage + 1][end][0], end))
+                squares = cost**2 + following[end][0]
+                # Of equal sums of squares the first, which gives early stages fewer layers.
+                if squares < best[0]:
+                    best = squares, end
+            spread[stage][begin] = best
     begin, stages = 0, []
     for stage in range(num_stages):
         stages.append(range(begin, spread[stage][begin][1]))

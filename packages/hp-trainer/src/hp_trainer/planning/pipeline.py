@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from hp_trainer.exceptions import ScheduleError
 from hp_trainer.pipeline import Action, ActionSeconds, Kind, build_schedule
@@ -71,7 +70,7 @@ def pipeline_facts(
     def counts(number: int) -> list[tuple[float, ...]]:
         schedule = build_schedule(name, num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
         last = schedule.num_stages - 1
-        return [(*_peaks(each, last, recomputes), *_backwards_without_forward(each)) for each in schedule.actions]
+        return [_counts(each, last, recomputes) for each in schedule.actions]
 
     lengths, beyond = _simulated_lengths(name, num_ranks, num_microbatches)
     of_each = [counts(number) for number in lengths]
@@ -145,18 +144,7 @@ def _in_flight(counts: Sequence[float], stages: int) -> InFlight:
     return InFlight(live / stages, pending / stages, last_live, last_pending)
 
 
-def _backwards_without_forward(actions: Sequence[Action]) -> tuple[float, float]:
-    """Return the numbers of a rank's backwards that follow no forward, and no forward of the same stage."""
-    pairs = [(a, b) for a, b in zip((None, *actions), actions, strict=False) if b.kind is Kind.BACKWARD]
-    no_forward = sum(not _is_forward(a) for a, _ in pairs)
-    return no_forward, no_forward + sum(_is_forward(a) and a.stage != b.stage for a, b in pairs)
-
-
-def _is_forward(action: Action | None) -> TypeGuard[Action]:
-    return action is not None and action.kind is Kind.FORWARD
-
-
-def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[float, ...]:
+def _counts(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[float, ...]:
     """Return how many (stage, micro-batch) pairs a rank holds at its peak, and for how many only `W` is pending.
 
     Pairs with pending `W` hold gradients as well as activations, about half as many bytes more. The first stage
@@ -165,31 +153,36 @@ def _peaks(actions: Sequence[Action], last: int, recomputes: bool) -> tuple[floa
 
     Returns:
         All pairs, pending ones, all pairs of the last stage, pending ones of the last stage: at the peak before the
-        first gradients of weights exist, then the same four afterwards.
+        first gradients of weights exist, then the same four afterwards. Then the number of backwards that follow no
+        forward, and of those that follow no forward of the same stage.
     """
-    # All pairs and pending ones, then those of the last stage.
-    held = [0, 0, 0, 0]
+    live = pending = last_live = last_pending = no_forward = other_stage = 0
     peaks: list[tuple[float, ...]] = [(0, 0, 0, 0), (0, 0, 0, 0)]
-    has_gradients = False
+    largest, has_gradients, forward_of = [0.0, 0.0], False, -1
     for action in actions:
-        kind, is_last = action.kind, action.stage == last
-        splits = not recomputes and action.stage > 0
+        kind, stage = action.kind, action.stage
+        is_last, splits = stage == last, not recomputes and stage > 0
         if kind is Kind.FORWARD:
-            held[0] += 1
-            held[2] += is_last
+            live += 1
+            last_live += is_last
         elif kind is Kind.INPUT_GRAD and splits:
-            held[1] += 1
-            held[3] += is_last
-        before = peaks[has_gradients]
-        if held[0] + held[1] / 2 > before[0] + before[1] / 2:
-            peaks[has_gradients] = tuple(held)
-        if kind is Kind.WEIGHT_GRAD and splits:
-            held[1] -= 1
-            held[3] -= is_last
+            pending += 1
+            last_pending += is_last
+        if live + pending / 2 > largest[has_gradients]:
+            largest[has_gradients] = live + pending / 2
+            peaks[has_gradients] = live, pending, last_live, last_pending
+        if kind is Kind.BACKWARD:
+            no_forward += forward_of < 0
+            other_stage += forward_of != stage
+        elif kind is Kind.WEIGHT_GRAD and splits:
+            pending -= 1
+            last_pending -= is_last
         # The action that frees the pair's activations.
-        ends = Kind.INPUT_GRAD if recomputes and action.stage > 0 else Kind.WEIGHT_GRAD
-        if kind in (Kind.BACKWARD, ends):
-            held[0] -= 1
-            held[2] -= is_last
+        ends = Kind.INPUT_GRAD if recomputes and stage > 0 else Kind.WEIGHT_GRAD
+        if kind is Kind.BACKWARD or kind is ends:
+            live -= 1
+            last_live -= is_last
             has_gradients = True
-    return peaks[0] + peaks[1]
+        # The stage of the preceding action if it is a forward.
+        forward_of = stage if kind is Kind.FORWARD else -1
+    return (*peaks[0], *peaks[1], no_forward, other_stage)
