@@ -11,7 +11,6 @@ import pytest
 from mindspore import Tensor
 
 from hp_dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.testing import run_ranks
 
 F = ms.mint.nn.functional
@@ -54,6 +53,20 @@ def pooled(reduce, x, kernel, stride, pad, fill):
         if result is None:
             result = np.zeros((*x.shape[:2], *sizes))
         result[(slice(None), slice(None), *place)] = reduce(part, axis=tuple(range(2, x.ndim)))
+    return result
+
+
+def cubic_weights(old, new):
+    """The matrix of an interpolation by the kernel of Keys with a = -0.75, edges replicated."""
+
+    def kernel(t):
+        t = abs(t)
+        return (1.25 * t - 2.25) * t**2 + 1 if t <= 1 else -0.75 * (t**3 - 5 * t**2 + 8 * t - 4) if t < 2 else 0.0
+
+    result = np.zeros((new, old))
+    for i in range(new):
+        for j in range(-3, old + 3):
+            result[i, min(max(j, 0), old - 1)] += kernel((i + 0.5) * old / new - 0.5 - j)
     return result
 
 
@@ -195,6 +208,41 @@ CASES = {
         [values(2, 3, 2, 2)],
         lambda f, x: f("interpolate")(x, scale_factor=2),
         lambda x: x.repeat(2, 2).repeat(2, 3),
+    ),
+    "interpolate linear to one position": (
+        [values(2, 3, 6)],
+        lambda f, x: f("interpolate")(x, 1, mode="linear"),
+        lambda x: x[..., 2:4].mean(-1, keepdims=True),
+    ),
+    "interpolate linear by a scale": (
+        [values(1, 1, 5)],
+        lambda f, x: f("interpolate")(x, scale_factor=1.5, mode="linear"),
+        lambda x: np.interp((np.arange(7) + 0.5) / 1.5 - 0.5, np.arange(5), x[0, 0])[None, None],
+    ),
+    "interpolate bicubic": (
+        [values(1, 2, 4, 3)],
+        lambda f, x: f("interpolate")(x, (7, 2), mode="bicubic"),
+        lambda x: cubic_weights(4, 7) @ x @ cubic_weights(3, 2).T,
+    ),
+    "interpolate by areas": (
+        [values(2, 2, 5)],
+        lambda f, x: f("interpolate")(x, 2, mode="area"),
+        lambda x: np.stack([x[..., :3].mean(-1), x[..., 2:].mean(-1)], -1),
+    ),
+    "avg_pool2d with a divisor, padding not counted": (
+        [values(2, 2, 4, 5)],
+        lambda f, x: f("avg_pool2d")(x, 2, 1, 1, count_include_pad=False, divisor_override=3),
+        lambda x: pooled(np.sum, x, (2, 2), 1, 1, 0.0) / 3,
+    ),
+    "adaptive_max_pool1d": (
+        [values(2, 2, 5)],
+        lambda f, x: f("adaptive_max_pool1d")(x, (2,), True)[0],
+        lambda x: np.stack([x[..., :3].max(-1), x[..., 2:].max(-1)], -1),
+    ),
+    "index_fill by a tensor": (
+        [MATRIX, values()],
+        lambda f, x, y: f("index_fill")(x, 1, f.ids(np.array([2, -4])), y),
+        lambda x, y: written_at(x, (slice(None), [2, 0]), y),
     ),
     "median": ([MATRIX], lambda f, x: f("median")(x, 0)[0], lambda x: np.median(x, 0)),
     "batch_norm": (
@@ -373,6 +421,31 @@ def test_positions_of_pooling(platform):
     assert platform.to_numpy(places).tolist() == [[[[1, 1]]]]
 
 
+@pytest.mark.parametrize("name", ["max_pool2d", "max_pool3d", "adaptive_max_pool2d"])
+def test_maxima_of_numbers_that_are_not_finite(platform, name):
+    """A NaN is the maximum of its window, and the maximum of -inf is -inf, as in torch; gradients go where it is."""
+    image = np.array([[[[1.0, math.nan, -math.inf, -math.inf], [math.inf, 2, -math.inf, -math.inf]]]])
+    size = (1, 2) if name == "adaptive_max_pool2d" else 2
+    if name == "max_pool3d":
+        image = np.stack([image, image], 2)
+    found, (grad,) = gradients(platform, lambda x: platform.operation(name)(x, size), image)
+    np.testing.assert_array_equal(found.asnumpy().reshape(-1), [math.nan, -math.inf])
+    assert np.flatnonzero(grad).tolist() == [1, 2]
+    padded = platform.operation("max_pool2d")(Tensor(np.full((1, 1, 2, 2), -math.inf, np.float32)), 2, 2, 1)
+    assert np.isneginf(padded.asnumpy()).all()
+
+
+def test_nearest_positions_are_those_of_torch(platform):
+    """A scale is not rounded to the quotient of the sizes, and positions do not mix with others."""
+    x = Tensor(np.array([[[0.0, 1, 2, math.inf]]], np.float32))
+    run = platform.operation("interpolate")
+    assert run(x, scale_factor=1.7).asnumpy().tolist() == [[[0, 0, 1, 1, 2, 2]]]
+    assert run(x, scale_factor=1.7, mode="nearest-exact").asnumpy().tolist() == [[[0, 0, 1, 2, 2, math.inf]]]
+    assert run(x, scale_factor=1.7, recompute_scale_factor=True).asnumpy().tolist() == [[[0, 0, 1, 2, 2, math.inf]]]
+    with pytest.raises(ValueError, match="no mode 'cubic'"):
+        run(x, 3, mode="cubic")
+
+
 IMAGES = {
     "max_pool2d": lambda run, x: run("max_pool2d")(x, 2),
     "max_pool1d": lambda run, x: run("max_pool1d")(x.reshape(x.shape[0], x.shape[1], 16), 2),
@@ -425,11 +498,6 @@ def test_images_in_bfloat16(platform, name):
     half = IMAGES[name](platform.operation, Tensor(x).astype(ms.bfloat16))
     assert half.dtype == ms.bfloat16
     np.testing.assert_allclose(half.astype(ms.float32).asnumpy(), full.asnumpy(), atol=0.02)
-
-
-def test_a_scale_without_a_size_is_refused(platform):
-    with pytest.raises(CapabilityError, match="takes sizes only; give size="):
-        platform.operation("interpolate")(Tensor(np.ones((1, 1, 3), np.float32)), scale_factor=1.5)
 
 
 def test_running_statistics(platform):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +11,12 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
-from hp_dtensor.exceptions import CapabilityError
 from hp_platform_mindspore.ops.cpu_kernels import creation, pointwise, reductions, shapes
 from hp_platform_mindspore.ops.cpu_kernels.empty import filled, is_empty
-from hp_platform_mindspore.tensor.memory import numbers, store
+from hp_platform_mindspore.tensor.memory import HOST_DTYPES, numbers, share, store
 
 F = mint.nn.functional
+Array = np.ndarray[Any, Any]
 
 
 def softmax(x: Tensor, dim: int) -> Tensor:
@@ -295,17 +296,28 @@ def _max_pool(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> Any:
-        return operation(
-            x,
+        window = (
             _per_dimension(kernel_size, count),
             _steps(stride, kernel_size, count),
             _per_dimension(padding, count),
             _per_dimension(dilation, count),
-            ceil_mode=ceil_mode,
-            return_indices=return_indices,
         )
+        return _maxima(functools.partial(operation, ceil_mode=ceil_mode), x, *window, return_indices=return_indices)
 
     return _pool(pool, count)
+
+
+def _maxima(operation: Callable[..., Any], x: Tensor, *args: Any, return_indices: bool) -> Any:
+    """Return the maxima of a pool of MindSpore, and their positions on request, for any numbers."""
+    if np.isfinite(numbers(x)).all():
+        return operation(x, *args, return_indices=return_indices)
+    # The kernels skip NaN, which is the maximum in torch, and find only what is above the lowest finite number.
+    above = 0.999 * float(np.finfo(HOST_DTYPES[x.dtype]).min)
+    comparable = mint.clamp(pointwise.masked_fill(x, mint.isnan(x), math.inf), min=above)
+    _, places = operation(comparable, *args, return_indices=True)
+    flat = [mint.reshape(y, (*y.shape[:2], -1)) for y in (x, places)]
+    values = mint.reshape(shapes.gather(flat[0], 2, flat[1]), places.shape)
+    return (values, places) if return_indices else values
 
 
 def _average_pool(operation: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
@@ -324,7 +336,9 @@ def _average_pool(operation: Callable[..., Tensor], count: int) -> Callable[...,
         # MindSpore takes the padding before and after each dimension.
         pads = tuple(pad for pad in _per_dimension(padding, count) for _ in range(2))
         steps = _steps(stride, kernel_size, count)
-        return operation(x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override or 0)
+        # With a divisor the count of elements has no effect, but without padding in it the kernel's gradient is wrong.
+        counts_pad = count_include_pad or bool(divisor_override)
+        return operation(x, kernel, steps, pads, ceil_mode, counts_pad, divisor_override or 0)
 
     return _pool(pool, count)
 
@@ -345,12 +359,25 @@ def _of_one_row(pool: Callable[..., Any]) -> Callable[..., Any]:
     return of_row
 
 
-_adaptive_average = _pool(ops.adaptive_avg_pool2d, 2)
+def _adaptive_max(x: Tensor, output_size: Any, return_indices: bool = False) -> Any:
+    return _maxima(ops.adaptive_max_pool2d, x, output_size, return_indices=return_indices)
 
 
-def _adaptive_average_of_row(x: Tensor, output_size: Any) -> Tensor:
-    # MindSpore's refuses sizes that are no multiple of the new one.
-    return mint.squeeze(_adaptive_average(mint.unsqueeze(x, -2), (1, *_per_dimension(output_size, 1))), -2)
+def _adaptive_of_row(pool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an adaptive pool of one dimension. MindSpore's refuses sizes that are no multiple of the new one."""
+
+    def of_row(x: Tensor, output_size: Any, *args: Any, **kwargs: Any) -> Any:
+        found = pool(mint.unsqueeze(x, -2), (1, *_per_dimension(output_size, 1)), *args, **kwargs)
+        return tuple(mint.squeeze(y, -2) for y in found) if isinstance(found, tuple) else mint.squeeze(found, -2)
+
+    return of_row
+
+
+_ADAPTIVE_AVERAGE = {
+    2: _pool(ops.adaptive_avg_pool2d, 2),
+    3: _pool(ops.adaptive_avg_pool3d, 3),
+}
+_ADAPTIVE_AVERAGE[1] = _adaptive_of_row(_ADAPTIVE_AVERAGE[2])
 
 
 def _interpolate(
@@ -363,19 +390,55 @@ def _interpolate(
 ) -> Tensor:
     """Resize `[batch, channels, positions...]` to `size`, or by `scale_factor`; arguments are torch's.
 
-    Raises:
-        CapabilityError: a scale whose product with the old size is no integer: torch computes positions with the given
-            scale, MindSpore with the quotient of the sizes.
+    MindSpore's kernels compute other values for `bicubic`, and for `linear` of one position, and take no scales.
     """
-    if size is None:
-        scaled = [old * scale for old, scale in zip(x.shape[2:], _per_dimension(scale_factor, x.ndim - 2), strict=True)]
-        if not recompute_scale_factor and any(abs(new - round(new)) > 1e-6 for new in scaled):
-            raise CapabilityError(
-                f"interpolate by {scale_factor} to sizes {scaled}: MindSpore's CPU takes sizes only; give size=, or "
-                "recompute_scale_factor=True"
-            )
-        size = tuple(math.floor(new + 1e-6) for new in scaled)
-    return ops.interpolate(x, _per_dimension(size, x.ndim - 2), mode=mode, align_corners=align_corners)
+    count = x.ndim - 2
+    if (size is None) == (scale_factor is None):
+        raise ValueError("interpolate takes size or scale_factor: pass exactly one")
+    if mode not in {"nearest", "nearest-exact", "area", *_SMOOTH.get(count, ())}:
+        raise ValueError(f"interpolate of {count} dimensions has no mode {mode!r}")
+    scales = (None,) * count if scale_factor is None else _per_dimension(scale_factor, count)
+    known = zip(x.shape[2:], scales, strict=True)
+    sizes = [math.floor(old * scale) for old, scale in known] if size is None else _per_dimension(size, count)
+    if mode == "area":
+        return _ADAPTIVE_AVERAGE[count](x, tuple(sizes))
+    # The precision in which torch computes positions. It decides which one is nearest.
+    kind = np.dtype(np.float32 if "nearest" in mode else HOST_DTYPES[x.dtype])
+    for dim, (new, scale) in enumerate(zip(sizes, scales, strict=True), 2):
+        old = x.shape[dim]
+        # As in torch: a given scale, not the quotient of the sizes.
+        step = kind.type(1 / scale if scale and not recompute_scale_factor else old / new)
+        if align_corners:
+            step = kind.type((old - 1) / max(new - 1, 1))
+        summands = []
+        for places, weight in _taps(np.arange(new, dtype=kind), step, mode, bool(align_corners)):
+            picked = shapes.index_select(x, dim, share(np.clip(places.astype(np.int64), 0, old - 1)))
+            weighted = share(weight.reshape(-1, *[1] * (x.ndim - dim - 1)))
+            summands.append(picked if "nearest" in mode else mint.mul(picked, weighted))
+        x = functools.reduce(mint.add, summands)
+    return x
+
+
+_SMOOTH = {1: ("linear",), 2: ("bilinear", "bicubic"), 3: ("trilinear",)}
+
+
+def _taps(new: Array, step: Any, mode: str, align_corners: bool) -> list[tuple[Array, Array]]:
+    """Return the old positions that each new one is computed from, perhaps outside the image, and their weights."""
+    half = new.dtype.type(0.5)
+    if mode == "nearest" or align_corners:
+        places = new * step
+    else:
+        places = (new + half) * step - (0 if mode == "nearest-exact" else half)
+    if "linear" in mode:
+        places = np.maximum(places, 0)
+    low = np.floor(places)
+    part = places - low
+    if mode != "bicubic":
+        return [(low, 1 - part), (low + 1, part)][: 1 if "nearest" in mode else 2]
+    # The kernel of Keys (1981, doi 10.1109/TASSP.1981.1163711) with a = -0.75.
+    weights = [((-0.75 * t + 3.75) * t - 6) * t + 3 for t in (part + 1, 2 - part)]
+    weights[1:1] = [(1.25 * t - 2.25) * t * t + 1 for t in (part, 1 - part)]
+    return [(low + i, weight) for i, weight in enumerate(weights, -1)]
 
 
 IMAGE_KERNELS: dict[str, Callable[..., Any]] = {
@@ -386,11 +449,9 @@ IMAGE_KERNELS: dict[str, Callable[..., Any]] = {
     "avg_pool1d": _of_one_row(_average_pool(ops.avg_pool2d, 2)),
     "avg_pool2d": _average_pool(ops.avg_pool2d, 2),
     "avg_pool3d": _average_pool(ops.avg_pool3d, 3),
-    "adaptive_avg_pool1d": _adaptive_average_of_row,
-    "adaptive_avg_pool2d": _adaptive_average,
-    "adaptive_avg_pool3d": _pool(ops.adaptive_avg_pool3d, 3),
-    "adaptive_max_pool1d": _pool(ops.adaptive_max_pool1d, 1),
-    "adaptive_max_pool2d": _pool(ops.adaptive_max_pool2d, 2),
+    **{f"adaptive_avg_pool{n}d": _ADAPTIVE_AVERAGE[n] for n in (1, 2, 3)},
+    "adaptive_max_pool1d": _adaptive_of_row(_pool(_adaptive_max, 2)),
+    "adaptive_max_pool2d": _pool(_adaptive_max, 2),
     "interpolate": lambda x, *args, **kwargs: _pool(_interpolate, x.ndim - 2)(x, *args, **kwargs),
 }
 """MindSpore's own kernels. On Ascend the functions of `mindspore.mint` are used instead."""

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, mint, ops
 
@@ -151,9 +150,12 @@ def _chosen(values: Array, inverse: Array, counts: Array, with_inverse: bool, wi
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    if is_empty(x, index):
-        return pointwise.clone(x)
-    return ops.index_fill(x, dim, pointwise.cast(index, ms.int32), value)
+    mask = np.zeros(x.shape, np.bool_)
+    mask.reshape(-1)[_rows(tuple(x.shape), dim, numbers(index)).reshape(-1)] = True
+    if not isinstance(value, Tensor):
+        return pointwise.masked_fill(x, share(mask), value)
+    # MindSpore's kernel has no gradient of the value.
+    return pointwise.where(share(mask), shapes.expand(pointwise.cast(value, x.dtype), x.shape), x)
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
