@@ -156,12 +156,12 @@ class Campaign:
         if self.losses() != self.curves[self.variant]:
             raise Failure(f"losses {self.losses()}, expected {self.curves[self.variant]}")
 
-    def expect_newest_sound(self) -> None:
+    def expect_newest_valid(self) -> None:
         """Read the newest checkpoint, which has to be that of the last step."""
         listed = Process(["checkpoints", "out"], self.log).wait()
         newest = next((line.split() for line in listed.errors.splitlines() if line.strip().startswith("6 ")), [])
-        if "sound" not in newest:
-            raise Failure(f"no sound checkpoint of the last step: {listed.errors[-800:]}")
+        if "valid" not in newest:
+            raise Failure(f"no valid checkpoint of the last step: {listed.errors[-800:]}")
 
     def names_left(self) -> list[str]:
         """Return the names of files and folders of the run; of an object store those that are found under."""
@@ -218,7 +218,7 @@ class Campaign:
             ended = self.train()
             self.expect(ended, 0, 1, 2)
             if ended.code == 0:
-                self.expect_newest_sound()
+                self.expect_newest_valid()
                 # Lost metrics stay lost.
                 if not any(path.name == "metrics.jsonl" for _, path in done):
                     self.expect_curve()
@@ -320,15 +320,16 @@ def main() -> int:
     print(table(platform, ends))
     if "kills" in names:
         print(campaign.survival)
-    for failure in failures:
-        print(failure)
     return 1 if failures else 0
 
 
 def run_families(
     families: Mapping[str, Callable[[], Iterator[Case]]], seconds: float, seed: int
 ) -> tuple[dict[str, Counter[str]], list[str]]:
-    """Run cases of each family for its part of the time, at least two; return how they ended, and failures."""
+    """Run cases of each family for its part of the time, at least two; return how they ended, and failures.
+
+    A line is printed for each failure, and for each family when it has ended.
+    """
     ends: dict[str, Counter[str]] = defaultdict(Counter)
     failures = []
     for name, family in families.items():
@@ -341,6 +342,8 @@ def run_families(
             except Failure as failure:
                 ends[name]["FAILED"] += 1
                 failures.append(f"{name} {number} of seed {seed}: {failure}")
+                print(failures[-1], flush=True)
+        print(f"{name}: {ends[name].total()} cases, {ends[name]['FAILED']} failed", flush=True)
     return ends, failures
 
 
