@@ -389,6 +389,25 @@ def test_a_learning_rate_that_is_a_tensor(mesh, monkeypatch):
     torch.testing.assert_close(parameter.full_tensor(), other.full_tensor(), rtol=1e-6, atol=0)  # 1 - lr * decay
 
 
+def test_a_learning_rate_that_is_a_tensor_in_one_group_only(mesh, monkeypatch):
+    parameters = parameters_on(mesh)
+    groups = [{"params": parameters[:2], "lr": 1}, {"params": parameters[2:], "lr": torch.tensor(0.25)}]
+    optimizer = optim.SGD(groups, momentum=0.9, foreach=False)
+    expected = [x.detach().full_tensor() for x in parameters]
+    moments = [torch.zeros_like(x) for x in expected]
+    for seed in (1, 2, 3):
+        optimizer.zero_grad()
+        accumulate(parameters, seed)
+        for i, x in enumerate(parameters):
+            moments[i] = 0.9 * moments[i] + x.grad.full_tensor()
+            expected[i] = expected[i] - (1 if i < 2 else 0.25) * moments[i]
+        with interceptions(monkeypatch) as seen:
+            optimizer.step()
+        optimizer.param_groups[1]["lr"] = torch.tensor(0.25)  # another object of the same value
+    assert seen == []
+    torch.testing.assert_close([x.detach().full_tensor() for x in parameters], expected)
+
+
 def test_a_differentiable_step_is_intercepted(mesh, monkeypatch):
     parameter = torch.nn.Parameter(_on(mesh, Shard(0)))
     optimizer = optim.SGD([parameter], lr=0.1, differentiable=True)

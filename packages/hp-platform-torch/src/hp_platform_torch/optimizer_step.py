@@ -18,6 +18,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import torch
@@ -247,7 +248,8 @@ def _name(values: Sequence[Any], columns: Columns, own: slice) -> str | None:
 def _plan(optimizer: optim.Optimizer) -> _Plan | None:
     """Return the plan of the next step; None if it needs more than local data."""
     groups, state, given = optimizer.param_groups, optimizer.state, _given(optimizer)
-    flags = [name for name, value in groups[0].items() if value is None or isinstance(value, (int, str))]
+    # In all groups, since a tensor in another group must not be compared.
+    flags = [name for name in groups[0] if all(isinstance(group.get(name), (int, str, NoneType)) for group in groups)]
     options = [_options(group, flags) for group in groups]
     # A differentiable step must be recorded on DTensors, and a DTensor as learning rate may be partial.
     if any(group["differentiable"] for group in groups) or any(TorchDTensor in own for own in options):
