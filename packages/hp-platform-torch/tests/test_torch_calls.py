@@ -398,6 +398,23 @@ def test_a_replicated_operand_is_selected_in_later_calls_as_in_the_first(call: C
             torch.testing.assert_close(got, wanted)
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_operation_in_place_reads_a_replicated_operand_before_it_writes_its_memory(dim: int) -> None:
+    def rank() -> list[Tensor]:
+        mesh, found = DeviceMesh("cpu", (2,)), []
+        for _ in range(2):
+            operand = distribute_tensor(floats(4, 4), mesh, [Replicate()])
+            # Every rank writes the rows or columns 1 and 2, and reads its own half.
+            written = from_local(operand.to_local().narrow(dim, 1, 2), mesh, [Shard(dim)])
+            found.append(written.add_(operand).full_tensor())
+        return found
+
+    expected = floats(4, 4) + floats(4, 4).narrow(dim, 1, 2).repeat(*((2, 1) if dim == 0 else (1, 2)))
+    for found in run_ranks(rank, 2, "torch"):
+        for got in found:
+            torch.testing.assert_close(got, expected)
+
+
 def test_a_saved_selection_does_not_hold_the_memory_of_the_operand() -> None:
     def rank() -> list[int]:
         mesh = DeviceMesh("cpu", (2,))

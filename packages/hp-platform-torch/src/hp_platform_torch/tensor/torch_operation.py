@@ -113,8 +113,8 @@ class RedistributingCall(DirectCall):
     Attributes:
         changes: (position, redistribution, selection) of each changed argument, varying views included; see
             `RedistributePlan.selection`.
-        copies: a selection is copied, because the operation may return it, or autograd save it and with it the memory
-            of the argument.
+        copies: a selection is copied, because the operation may return it, autograd save it and with it the memory of
+            the argument, or the operation write memory that it shares.
     """
 
     __slots__ = ("changes", "copies")
@@ -307,7 +307,7 @@ class TorchOperation(Operation):
         is_number = is_partial_number(spec) and not self.in_place
         if not replaced:
             return (
-                RedistributingCall(spec, args, changes, is_number, self.saves)
+                RedistributingCall(spec, args, changes, is_number, self.saves or self.in_place)
                 if is_redistributed
                 else DirectCall(spec, None, views, is_number)
             )
