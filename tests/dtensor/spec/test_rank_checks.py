@@ -279,7 +279,7 @@ def test_every_rank_is_told_who_has_what(hp_platform: Platform, kind: str) -> No
         assert all(part in message for part in SAID[kind])
 
 
-def error_of_every_rank(name: str, kind: str) -> str:
+def error_of_every_rank(name: str, kind: str, src_data_rank: int | None = 0) -> str:
     """Distribute a tensor that is wrong on rank 1 alone, and return the error that this rank got."""
     platform = get_platform(name)
     world = current_world(platform)
@@ -291,13 +291,23 @@ def error_of_every_rank(name: str, kind: str) -> str:
     if world.rank == 1 and kind == "gradient":
         platform.set_requires_grad(tensor, True)
     with pytest.raises((RankMismatchError, PlacementError)) as refusal:
-        distribute_tensor(tensor, mesh, placements)
+        distribute_tensor(tensor, mesh, placements, src_data_rank=src_data_rank)
     return f"{type(refusal.value).__name__}: {refusal.value}"
 
 
 def test_the_others_learn_that_one_rank_has_raised(hp_platform: Platform) -> None:
     others, own = run_ranks(error_of_every_rank, 2, hp_platform, hp_platform.name, "placements")
     assert others.startswith("RankMismatchError: distribute_tensor: ranks differ: rank 0: [4, 2]")
+    assert own.startswith("PlacementError")
+    assert own in others.partition("rank 1: failed, ")[2]
+
+
+def test_the_others_learn_it_in_check_mode_without_a_broadcast_too(hp_platform: Platform) -> None:
+    def program() -> str:
+        with check_mode():
+            return error_of_every_rank(hp_platform.name, "placements", None)
+
+    others, own = run_ranks(program, 2, hp_platform)
     assert own.startswith("PlacementError")
     assert own in others.partition("rank 1: failed, ")[2]
 

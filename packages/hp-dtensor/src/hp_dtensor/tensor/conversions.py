@@ -67,7 +67,7 @@ def distribute_tensor(
     mesh = require_mesh(what, device_mesh if device_mesh is not None else get_current_mesh())
     platform = mesh.platform
     is_broadcast = src_data_rank is not None and not (isinstance(tensor, platform.Tensor) and platform.is_meta(tensor))
-    with rank_checks.reporting_failure(mesh, what, exchanges=is_broadcast):
+    with rank_checks.reporting_failure(mesh, what, exchanges=is_broadcast or rank_checks.is_checking()):
         device_mesh, chosen = _mesh_and_placements(what, tensor, mesh, placements)
         target = TensorSpec(device_mesh, chosen, tuple(tensor.shape), tensor.dtype)
     if is_broadcast:
