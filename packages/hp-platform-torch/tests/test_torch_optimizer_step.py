@@ -319,6 +319,23 @@ def test_options_may_change_between_steps(mesh):
     assert torch.equal(*results)
 
 
+def test_a_parameter_that_moves_to_a_group_with_momentum_gets_distributed_state(mesh):
+    results = []
+    for kind in (optim.SGD, intercepted(optim.SGD)):
+        first, second, third = parameters = [torch.nn.Parameter(_on(mesh, Shard(0))) for _ in range(3)]
+        optimizer = kind([{"params": [first], "momentum": 0.9}, {"params": [second, third]}], lr=0.1)
+        for step in range(5):
+            if step == 2:
+                # The order of all parameters stays.
+                optimizer.param_groups[0]["params"].append(optimizer.param_groups[1]["params"].pop(0))
+            for x in parameters:
+                x.grad = _on(mesh, Shard(0))
+            optimizer.step()
+        assert type(optimizer.state[second]["momentum_buffer"]) is TorchDTensor
+        results.append(torch.stack([x.full_tensor() for x in parameters]))
+    assert torch.equal(*results)
+
+
 def test_plain_parameters_beside_dtensors(mesh, monkeypatch):
     plain, distributed = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(_on(mesh, Shard(0)))
     optimizer = optim.AdamW([{"params": [plain]}, {"params": [distributed]}], lr=0.1)

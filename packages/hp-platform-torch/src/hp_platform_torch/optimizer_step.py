@@ -234,9 +234,9 @@ class _Collected:
 
 
 def _options(group: Mapping[str, Any], flags: Sequence[str]) -> list[Any]:
-    """Return the options of a group on which a plan depends: of fractions the types, and whether there is momentum."""
+    """Return what a plan depends on: of fractions the types, whether there is momentum, the number of parameters."""
     kinds = map(type, (*group.values(), *group.get("betas", ())))
-    return [*kinds, *map(group.get, flags), not group.get("momentum")]
+    return [*kinds, *map(group.get, flags), not group.get("momentum"), len(group["params"])]
 
 
 def _name(values: Sequence[Any], columns: Columns, own: slice) -> str | None:
