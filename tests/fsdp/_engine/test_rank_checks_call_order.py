@@ -23,6 +23,7 @@ from hp_dtensor.platform.selection import get_platform
 from hp_dtensor.tensor.init import Normal, init_parameters
 from hp_dtensor.testing.simulated import SimulatedGroup, run_ranks
 from hp_fsdp import CallOrderError, fully_shard, hsdp, hsdp_sync_stream, memory_use
+from hp_fsdp._engine.backward import PATIENCE_SECONDS
 from hp_fsdp._engine.rank_checks import NUM_CODES_SENT, order_of
 from hp_fsdp.exceptions import FullyShardError
 
@@ -442,6 +443,23 @@ def test_a_comparison_for_each_forward_and_backward_and_no_further_collective(
         return after_forward - before, counted.started[number] - after_forward
 
     assert run_ranks(rank, num_ranks, hp_platform) == [(forward, backward)] * num_ranks
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (2, 2)])
+def test_a_backward_asks_for_no_result_that_is_known(hp_platform, monkeypatch, sizes):
+    """With a time limit, `check` is called once per group, but only while a comparison runs."""
+
+    def rank():
+        model = sharded(hp_platform, sizes)
+        loss, orders = loss_of(hp_platform, model, SAME, 0), model._fsdp.schedule.context.orders
+        assert orders.is_comparing
+        orders.check(60)
+        limits, check = [], orders.check
+        monkeypatch.setattr(orders, "check", lambda limit=None: (limits.append(limit), check(limit)))
+        hp_platform.backward(loss)
+        return limits
+
+    assert run_ranks(rank, int(numpy.prod(sizes)), hp_platform) == [[PATIENCE_SECONDS, None]] * int(numpy.prod(sizes))
 
 
 def error_of_every_rank(name: str) -> str:

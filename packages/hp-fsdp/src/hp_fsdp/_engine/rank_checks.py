@@ -462,7 +462,8 @@ class CallOrders:
     part in both.
 
     Attributes:
-        is_comparing: a comparison has been started, and `check` has not found its result.
+        is_comparing: a comparison has been started, and `check` has not found its result. The second one is started by
+            the `check` without a time limit.
     """
 
     def __init__(self, recorders: Iterable[ActionRecorder]) -> None:
@@ -496,7 +497,7 @@ class CallOrders:
                 order.start_comparing(phase, is_second=True)
         for order in self._second:
             order.check(timeout_seconds)
-        self.is_comparing = bool(self._second_phase) or any(order.is_comparing for order in self._errors_raised)
+        self.is_comparing = any(order.is_comparing for order in self._errors_raised)
         for order, raised in self._errors_raised.items():
             if order.error is not None and order.error is not raised:
                 self._errors_raised[order] = order.error
