@@ -121,7 +121,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send an error code instead of sizes; see `TokenDispatcher`."""
         n = self.group.size
-        # The message of `_exchange_sizes`, in which the other ranks are waiting.
+        # The message of `_plan_routes`, in which the other ranks are waiting.
         sizes = numpy.zeros((n, self.num_chunks * (1 + self.chunk)), numpy.int64)
         sizes[:, 0] = code * FAULTY
         all_to_all_rows_data(self.platform.from_numpy(sizes, device), self.group, [1] * n, [1] * n)
