@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hp_dtensor import record_collectives
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.dispatch.operation import forget_plans
 from hp_dtensor.dispatch.plan import LocalPlan
@@ -242,6 +243,19 @@ def test_autocast_gives_the_dtype_that_it_gives_plain_tensors(mesh, name):
         found = calls[name](sharded(mesh, plain), sharded(mesh, targets, Replicate()))
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_einsum_sums_an_ellipsis_without_communication(mesh):
+    x = sharded(mesh, torch.arange(24.0).view(4, 3, 2))
+    with record_collectives() as log:
+        found = torch.einsum("...ij->ij", x)
+    assert (found.placements, log.count()) == ((Partial(),), 0)
+    assert torch.equal(found.full_tensor(), torch.arange(24.0).view(4, 3, 2).sum(0))
+
+
+def test_einsum_names_an_equation_that_is_invalid(mesh):
+    with pytest.raises(ShardingRuleError, match="equation 'ij->ik': 'k' is in an output but in no input"):
+        torch.einsum("ij->ik", sharded(mesh, torch.ones(4, 3)))
 
 
 def test_results_of_several_tensors(mesh):

@@ -270,7 +270,11 @@ class DeviceMesh(MeshCoordinates):
         return self.along([self._axis_named(name) for name in wanted])
 
     def along(self, axes: Sequence[MeshAxis]) -> DeviceMesh:
-        """Return the mesh over this rank's ranks along `axes`, perhaps of another mesh over the same ranks."""
+        """Return the mesh over this rank's ranks along `axes`, which may belong to another mesh over the same ranks.
+
+        Raises:
+            MeshError: axes that share ranks.
+        """
         check_disjoint(axes)
         return self._derive(tuple(axes), self._base_of(axes))
 

@@ -187,7 +187,11 @@ class Layout:
         return DeviceMesh(device_type, self.mesh_shape, mesh_dim_names=self.alias_name, ranks=self.rank_list, **options)
 
     def placements_on(self, device_mesh: DeviceMesh) -> tuple[Placement, ...]:
-        """Return the placements, after checking that the axes of `device_mesh` are those of the layout."""
+        """Return the placements after checking the mesh. Called by `hp_dtensor.spec.placements.placements_for`.
+
+        Raises:
+            ValueError: the axes of `device_mesh` have other sizes or names, or the layout carries no placements.
+        """
         # Axes are compared and not ranks, so that one layout serves several meshes of the same form.
         if self.mesh_shape != device_mesh.shape or self.alias_name != device_mesh.mesh_dim_names:
             raise ValueError(f"{self} was made for another mesh than {device_mesh.describe()}")

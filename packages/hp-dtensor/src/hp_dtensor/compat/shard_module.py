@@ -242,7 +242,11 @@ class ShardingPlan:
         object.__setattr__(self, "return_local_tensor", tuple(paths))
 
     def boundary_entries(self, problems: list[str]) -> list[tuple[str, str, str, Any]]:
-        """Return (label, module path, `"input"` or `"output"`, specifications) of every entry with a valid key."""
+        """Return (label, module path, `"input"` or `"output"`, specifications) of every entry for inputs or outputs.
+
+        Args:
+            problems: list to which messages about invalid or duplicate keys are appended.
+        """
         entries = []
         for name in ("input_plan", "output_plan"):
             for key, specifications in getattr(self, name).items():

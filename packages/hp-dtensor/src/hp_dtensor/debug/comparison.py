@@ -326,7 +326,11 @@ def compare(a: Recording, b: Recording) -> Comparison:
 
 
 def narrowed(found: Comparison, again: Comparison) -> Comparison:
-    """Return a comparison with the operation of its first difference, from `again`, which recorded operations there."""
+    """Return a comparison with the operation in which its first difference arises.
+
+    Args:
+        again: of the same runs, with the operations of `modules_around` the first difference recorded in its step.
+    """
     first = again.first
     if found.first is None:
         return found

@@ -27,7 +27,13 @@ MISSING = "none"
 
 @dataclass(frozen=True)
 class Kind:
-    """The kind of a difference, its likely cause in words, and the elements and ranks in which the sides differ."""
+    """The kind of a difference.
+
+    Attributes:
+        name: such as `factor`, `missing reduction`, `stale`, `permutation`, `dtype`.
+        cause: the likely cause in words.
+        where: the elements and ranks in which the sides differ, in words.
+    """
 
     name: str
     cause: str

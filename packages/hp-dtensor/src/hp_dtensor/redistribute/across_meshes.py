@@ -39,7 +39,12 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class AcrossPlan:
-    """A redistribution between the `ranks` of two meshes, ready to run: a plan before it, an exchange, a plan after."""
+    """A redistribution from a spec on one mesh to a spec on another, ready to run.
+
+    Attributes:
+        before, after: the plans within the source's and within the target's mesh.
+        ranks: the global ranks of both meshes, in ascending order.
+    """
 
     source: TensorSpec
     target: TensorSpec
@@ -55,7 +60,10 @@ class AcrossPlan:
         return (sum(within) + self._elements * self.itemsize) / len(self.ranks)
 
     def run(self, local: Tensor) -> Tensor:
-        """Return this rank's `local` redistributed. Backward communicates: every rank of both meshes must run it."""
+        """Return this rank's `local` (plain; empty outside the source's mesh) redistributed; differentiable.
+
+        Backward communicates too, so every rank of both meshes must run it.
+        """
         if self.source.mesh.world.rank not in self.ranks:
             return local
         platform = self.source.mesh.platform
@@ -189,7 +197,13 @@ class AcrossPlan:
 
 @cached_by_spec(maxsize=256)
 def plan_across(source: TensorSpec, target: TensorSpec, itemsize: int = 4) -> AcrossPlan:
-    """Return the plan, cached, from one mesh to another of one world, in time linear in the number of their ranks."""
+    """Return the plan from one mesh to another of the same world. Plans are cached.
+
+    Planning and the first run take time linear in the number of ranks of both meshes.
+
+    Raises:
+        PlacementError: different shapes, or meshes of different worlds.
+    """
     if source.shape != target.shape:
         raise PlacementError(f"cannot redistribute between shapes: {list(source.shape)} -> {list(target.shape)}")
     if source.mesh.world is not target.mesh.world:

@@ -44,11 +44,15 @@ def _einsum(call: OpCall) -> Factorization:
         right = ("..." if "..." in left else "") + "".join(letter for letter in letters if left.count(letter) == 1)
     # `ii -> i` reads the diagonal: a shard of the rows and one of the columns would have few elements in common.
     repeated = frozenset(letter for letter in letters if any(term.count(letter) > 1 for term in terms))
-    summed = {letter: "sum" for letter in letters if letter not in right}
+    summed = {name: "sum" for name in (*letters, "...") if name in left and name not in right}
     spaced = [" ".join(re.findall(r"\.\.\.|\w", term)) for term in (*terms, right)]
     text = f"{', '.join(spaced[:-1])} -> {spaced[-1]}"
-    # torch broadcasts operands whose dimension of a letter has size 1.
-    return Notation(text, summed, repeated, linear=True, broadcasts=True).rule(call)
+    try:
+        # torch broadcasts operands whose dimension of a letter has size 1.
+        notation = Notation(text, summed, repeated, linear=True, broadcasts=True)
+    except ValueError as error:
+        raise call.refuse(f"equation {call['equation']!r}: {str(error).partition(': ')[2]}") from None
+    return notation.rule(call)
 
 
 def _cross(call: OpCall) -> Factorization:

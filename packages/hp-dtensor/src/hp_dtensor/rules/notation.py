@@ -71,7 +71,7 @@ class Notation:
 
     Args:
         text: the line.
-        reduced: name that outputs lack -> the reduction that combines the local results.
+        reduced: name that outputs lack, or `...`, -> the reduction that combines the local results.
         replicated: names that must not be sharded, in addition to those marked with `!`.
         linear: whether the outputs are products of all inputs. A string lists the products by input index: `"0 1 + 2"`
             is the product of the first two inputs plus a term that is linear in the third.
@@ -140,18 +140,19 @@ class Notation:
             else _dims(names, shape, sizes)
             for names, shape in zip(named, shapes, strict=True)
         )
+        reduced = {name: op for key, op in self.reduced.items() for name in (rest if key == REST else (key,))}
         # A name that some output lacks must be reduced. One of several outputs may have it: then no reduction helps.
-        lost = {name for name in sizes if name not in self.reduced and not all((name,) in output for output in outputs)}
-        fixed = self.replicated - {REST} | lost | self._unequal(call, sizes)
+        lost = {name for name in sizes if name not in reduced and not all((name,) in output for output in outputs)}
+        fixed = self.replicated - {REST} | lost | _unequal(call, sizes, reduced)
         fixed |= {*(rest if REST in self.replicated else ())}
         # Kernels refuse the maximum of an empty tensor, and its mean is NaN, which would spoil the reduced result.
-        nonempty = frozenset(name for name, op in self.reduced.items() if op in ("avg", "max", "min"))
+        nonempty = frozenset(name for name, op in reduced.items() if op in ("avg", "max", "min"))
         return Factorization(
             inputs,
             outputs,
             sizes,
             limits=ShardingLimits(fixed=fixed, nonempty=nonempty),
-            partial=PartialResults(reduced=self.reduced, terms=self._terms(len(inputs))),
+            partial=PartialResults(reduced=reduced, terms=self._terms(len(inputs))),
         )
 
     def _tensors_of(self, call: OpCall) -> list[_Tensor]:
@@ -179,13 +180,6 @@ class Notation:
         if isinstance(self.linear, str):
             return tuple(frozenset(map(int, term.split())) for term in self.linear.split("+"))
         return (frozenset(range(count)),) if self.linear else None
-
-    def _unequal(self, call: OpCall, sizes: Sizes) -> set[str]:
-        """Return the averaged names that may be sharded unevenly: the mean of uneven shards' means is not the mean."""
-        # Ranks must decide alike, so a ragged shard of any tensor counts, also one whose units happen to be equal.
-        ragged = any(isinstance(p, RaggedShard) for spec in call.tensors for p in spec.placements)
-        ranks = math.prod(call.tensors[0].mesh.shape)
-        return {name for name, op in self.reduced.items() if op == "avg" and (ragged or sizes[name] % ranks)}
 
     def _named(self, call: OpCall, names: tuple[str, ...], shape: Sequence[int]) -> list[str] | None:
         """Return a name per dimension (`.1` is the last one of `...`), or None for an addend, which has no names."""
@@ -224,3 +218,11 @@ class Notation:
 def _dims(names: Sequence[str], shape: Sequence[int], sizes: Sizes) -> Dims:
     """Return the factors of a tensor's dimensions. A broadcast dimension has none."""
     return tuple(() if size == 1 != sizes[name] else (name,) for name, size in zip(names, shape, strict=True))
+
+
+def _unequal(call: OpCall, sizes: Sizes, reduced: Mapping[str, str]) -> set[str]:
+    """Return the averaged names that may be sharded unevenly: the mean of uneven shards' means is not the mean."""
+    # Ranks must decide alike, so a ragged shard of any tensor counts, also one whose units happen to be equal.
+    ragged = any(isinstance(p, RaggedShard) for spec in call.tensors for p in spec.placements)
+    ranks = math.prod(call.tensors[0].mesh.shape)
+    return {name for name, op in reduced.items() if op == "avg" and (ragged or sizes[name] % ranks)}

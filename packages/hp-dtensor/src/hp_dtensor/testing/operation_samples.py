@@ -253,6 +253,7 @@ _PRODUCTS = (
     _sample("einsum implicit", lambda ops, x, y: ops.einsum("ij,jk", x, y), MATRIX, (4, 3)),
     _sample("einsum ...", lambda ops, x, y: ops.einsum("...ij,jk->...ik", x, y), (2, 3, 4), (4, 3)),
     _sample("einsum ... broadcast", lambda ops, x, y: ops.einsum("a...,...b->ab...", x, y), (2, 3), (3, 4)),
+    _sample("einsum ... summed", lambda ops, x, y: ops.einsum("...ij,...j->i", x, y), (2, 3, 4), (2, 4)),
     _sample("einsum diagonal", lambda ops, x: ops.einsum("ii->i", x), (4, 4)),
     _sample("einsum trace", lambda ops, x: ops.einsum("bii->b", x), (2, 4, 4)),
     _call("kron", (2, 3), (3, 2)),
