@@ -384,7 +384,8 @@ def test_a_model_that_one_rank_alone_has_sharded_is_found(hp_platform):
         step(hp_platform, models[-1])
 
     # The comparison of what is sharded meets the other rank's first gather.
-    with pytest.raises(CollectiveError, match=r"rank 0 waits in all_gather_bytes .*\n +rank 1 waits in all_gather tensor"):
+    waits = r"rank 0 waits in all_gather_bytes .*\n +rank 1 waits in all_gather tensor"
+    with pytest.raises(CollectiveError, match=waits):
         run_ranks(rank, 2, hp_platform)
 
 
