@@ -508,7 +508,10 @@ class ConfigReader:
         self.problems.append(Problem(path="", what=text, expected=expected, got=got, hint=hint))
 
     def take(self, kind: type, *keys: str, default: Any = _MISSING, missing: Any = _MISSING) -> Any:
-        """Return the first key that is present and not null as `kind`, or `default` (if all are absent, `missing`)."""
+        """Return the first key that is present and not null as `kind`, or `default` (if all are absent, `missing`).
+
+        A wrong type, or no value without a default, adds a problem and gives None.
+        """
         if missing is not _MISSING and not any(key in self.values for key in keys):
             return missing
         for key in keys:
