@@ -90,6 +90,9 @@ class TorchParameterStorage(ParameterStorage):
             except RuntimeError:  # an inference tensor, which has no counter
                 return super().versions(tensors)
 
+    def num_writes(self, view: Tensor) -> int:
+        return self.versions([view])[0]  # hp-fsdp 0.1.3 calls it: without it, writes in forward would be lost silently
+
     def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
         if device_type == "cpu":
             return allocate_on_host(numel, dtype)
@@ -258,6 +261,9 @@ class TorchParameterStorage(ParameterStorage):
                 if grad is not None:
                     _set_grad(leaf, None)
         return grads
+
+    def take_grad(self, leaf: Tensor) -> Tensor | None:
+        return self.take_grads([leaf])[0]  # hp-fsdp 0.1.3 calls it
 
     def add_local_grads(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         with LocalOperations():
