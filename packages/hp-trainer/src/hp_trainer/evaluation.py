@@ -149,7 +149,8 @@ def run_harness(model: Path, tasks: str, more: Sequence[str] = ()) -> int:
     """Run `tasks` of lm-eval, with its options, on a model directory in a subprocess; return its exit code."""
     if not (model / "config.json").is_file():
         raise EvaluationError(
-            f"{model} has no exported model (no config.json); write one with `hp-train export RUN --to={model}`"
+            f"{model} has no exported model (no config.json); write one with `hp-train export RUN --to=DIR` and "
+            "evaluate that folder"
         )
     missing = [name for name in ("lm_eval", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
