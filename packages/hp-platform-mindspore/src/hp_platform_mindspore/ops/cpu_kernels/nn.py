@@ -209,9 +209,6 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
     return (reductions.total if reduction == "sum" else reductions.mean)(losses)
 
 
-# Convolutions and pools --------------------------------------------------------------------------------------
-
-
 def _per_dimension(value: Any, count: int) -> tuple[Any, ...]:
     """Return one number for each of `count` spatial dimensions."""
     items = (value,) if isinstance(value, (int, float)) else tuple(value)
@@ -228,10 +225,14 @@ def _of_images(operation: Callable[..., Any], count: int) -> Callable[..., Any]:
             if isinstance(found, tuple):
                 return pointwise.narrowed(found[0], x.dtype), found[1]
             return pointwise.narrowed(found, x.dtype)
-        found = of_any(mint.unsqueeze(x, 0), *args, **kwargs)
-        return tuple(mint.squeeze(y, 0) for y in found) if isinstance(found, tuple) else mint.squeeze(found, 0)
+        return _squeezed(of_any(mint.unsqueeze(x, 0), *args, **kwargs), 0)
 
     return of_any
+
+
+def _squeezed(found: Any, dim: int) -> Any:
+    """Remove a dimension of size 1 from a result, or from values and their positions."""
+    return tuple(mint.squeeze(y, dim) for y in found) if isinstance(found, tuple) else mint.squeeze(found, dim)
 
 
 def _convolution(operation: Callable[..., Tensor], count: int) -> Callable[..., Tensor]:
@@ -353,8 +354,7 @@ def _of_one_row(pool: Callable[..., Any]) -> Callable[..., Any]:
     def of_row(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, *args: Any, **kwargs: Any) -> Any:
         steps, pads = _steps(stride, kernel_size, 1), _per_dimension(padding, 1)
         kernel = _per_dimension(kernel_size, 1)
-        found = pool(mint.unsqueeze(x, -2), (1, *kernel), (1, *steps), (0, *pads), *args, **kwargs)
-        return tuple(mint.squeeze(y, -2) for y in found) if isinstance(found, tuple) else mint.squeeze(found, -2)
+        return _squeezed(pool(mint.unsqueeze(x, -2), (1, *kernel), (1, *steps), (0, *pads), *args, **kwargs), -2)
 
     return of_row
 
@@ -367,8 +367,7 @@ def _adaptive_of_row(pool: Callable[..., Any]) -> Callable[..., Any]:
     """Return an adaptive pool of one dimension. MindSpore's refuses sizes that are no multiple of the new one."""
 
     def of_row(x: Tensor, output_size: Any, *args: Any, **kwargs: Any) -> Any:
-        found = pool(mint.unsqueeze(x, -2), (1, *_per_dimension(output_size, 1)), *args, **kwargs)
-        return tuple(mint.squeeze(y, -2) for y in found) if isinstance(found, tuple) else mint.squeeze(found, -2)
+        return _squeezed(pool(mint.unsqueeze(x, -2), (1, *_per_dimension(output_size, 1)), *args, **kwargs), -2)
 
     return of_row
 
@@ -454,7 +453,7 @@ IMAGE_KERNELS: dict[str, Callable[..., Any]] = {
     "adaptive_max_pool2d": _pool(_adaptive_max, 2),
     "interpolate": lambda x, *args, **kwargs: _pool(_interpolate, x.ndim - 2)(x, *args, **kwargs),
 }
-"""MindSpore's own kernels. On Ascend the functions of `mindspore.mint` are used instead."""
+"""By MindSpore's own kernels, but `interpolate`. On Ascend the functions of `mindspore.mint` are used instead."""
 
 
 KERNELS: dict[str, Callable[..., Any]] = {
