@@ -78,14 +78,15 @@ def test_breaking_changes_need_a_fragment(tmp_path):
 @pytest.mark.parametrize("name", workspace.PACKAGES)
 def test_names_are_listed_by_the_release_that_introduced_them(name, tmp_path):
     package = workspace.packages()[name]
-    listed = {each: version for each, version in listed_names(package.folder).since.items() if version != NEXT}
+    since = listed_names(package.folder).since
+    listed = {each: version for each, version in since.items() if version != NEXT}
     releases = workspace.released_versions(name)
     if not releases:
         pytest.skip(f"{name} has no release, or this clone lacks the tags. {workspace.TAGS_ADVICE}")
     for version, tag in releases.items():
         released = workspace.unpack_release(name, tag, tmp_path / tag) / "src" / package.module
-        until = {each for each, since in listed.items() if workspace.Version(since) <= version}
-        assert until == {each for each, _ in public_api.public_names(released)} & listed.keys(), tag
+        until = {each for each, version_of_name in listed.items() if workspace.Version(version_of_name) <= version}
+        assert until == {each for each, _ in public_api.public_names(released)} & since.keys(), tag
 
 
 def hooks_of(source):
