@@ -11,6 +11,7 @@ from planned_runs import config_of
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.planning.devices import Device, find_device
 from hp_trainer.planning.plan import StepPlan, plan_step
+from hp_trainer.planning.step_time import seconds_of
 
 H100 = find_device("H100")
 NO_LATENCY = dataclasses.replace(H100, inner_latency=1e-30, outer_latency=1e-30)
@@ -55,6 +56,13 @@ def test_without_links_to_wait_for_there_is_computation_alone(degrees: dict) -> 
     assert time.total == pytest.approx(time.products + time.memory + time.update)
     waits = dataclasses.replace(H100, hidden={})
     assert plan(waits, degrees=degrees, **EXPERTS).time.total > time.total
+
+
+def test_every_collective_waits_for_its_ranks_once() -> None:
+    found, slow = plan(degrees={"tp": 2}), dataclasses.replace(IDEAL, inner_latency=1.0, hop_seconds=0.0)
+    assert "all_reduce" in {each.collective for each in found.traffic}
+    for each in found.traffic:
+        assert seconds_of(each, found.shape, slow) == pytest.approx(each.count)
 
 
 def test_a_rank_with_the_embedding_alone_computes_nothing() -> None:

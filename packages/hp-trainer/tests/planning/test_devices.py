@@ -175,7 +175,7 @@ def test_groups_of_two_sizes_give_the_time_of_a_hop(tmp_path: Path) -> None:
     )
     device = find_device(str(path))
     assert (device.inner_latency, device.hop_seconds) == (pytest.approx(1e-3), pytest.approx(5e-4))
-    assert device.links("all_gather", 1, 8).latency == pytest.approx(4e-3)
+    assert device.link("all_gather", 1, 8)[0] == pytest.approx(4e-3)
 
 
 def test_one_node_and_one_size_are_enough(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, StrictBool, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from hp_dtensor.comm.links import Links
 from hp_trainer.config.yaml_tree import read_yaml
 from hp_trainer.exceptions import PlanError
 from hp_trainer.launch.examination import FILE_FORMAT, block_options
@@ -119,15 +118,15 @@ class Device:
         ranks = min(world_size, self.ranks_per_node)
         return 1.0 if self.processors is None else min(1.0, self.processors / ranks)
 
-    def links(self, collective: str, stride: int, size: int) -> Links:
-        """Return the links of a collective over `size` ranks whose numbers in the job are `stride` apart.
+    def link(self, collective: str, stride: int, size: int) -> tuple[float, float]:
+        """Return latency and bandwidth of a collective over `size` ranks whose numbers in the job are `stride` apart.
 
         Within a node links are fast, and all ranks of a node share its links to other nodes.
         """
         inside = min(size, max(1, self.ranks_per_node // stride))
         hops = (size - 2) * self.hop_seconds
         if inside == size:
-            return Links(self.inner_latency + hops, self.inner_bandwidth * self.link_efficiency)
+            return self.inner_latency + hops, self.inner_bandwidth * self.link_efficiency
         if collective in _POINT_TO_POINT:
             # Each rank sends equal shares to all others, of which `inside - 1` are in its node.
             near = (inside - 1) / (size - 1)
@@ -135,7 +134,7 @@ class Device:
         else:
             # A ring enters and leaves each node once, so it can use the outer links of all its ranks of a node.
             bandwidth = min(self.inner_bandwidth, self.outer_bandwidth * inside)
-        return Links(self.outer_latency + hops, bandwidth * self.link_efficiency)
+        return self.outer_latency + hops, bandwidth * self.link_efficiency
 
 
 @functools.cache

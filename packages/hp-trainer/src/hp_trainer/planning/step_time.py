@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from hp_dtensor.comm.links import Links
 from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.pipeline import ActionSeconds
@@ -192,8 +191,8 @@ def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_
     stride, size = _one_axis("pp", shape)
     # The slowest hop counts: if the pipeline spans nodes, some neighbours are in different ones.
     is_inside = stride * size <= device.ranks_per_node
-    links = Links(device.outer_latency, device.inner_bandwidth if is_inside else device.outer_bandwidth)
-    hop = links.seconds("send", ["pp"], message_bytes(shape))
+    bandwidth = device.inner_bandwidth if is_inside else device.outer_bandwidth
+    hop = device.outer_latency + message_bytes(shape) / bandwidth
     # A rank with the embedding alone computes nothing. Its times are as good as any others.
     input_grad, weight = ((busy - weight_grad) / forward - 1, weight_grad / forward) if forward else (1.0, 1.0)
     # Rounded to quarters, so that layouts with nearly the same times share a simulation.
@@ -212,8 +211,9 @@ def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_
 def seconds_of(traffic: Traffic, shape: StepShape, device: Device) -> float:
     """Return the time of collectives over an axis, by the links between its ranks."""
     strides, sizes = zip(*(_one_axis(each, shape) for each in traffic.axis.split("+")), strict=True)
-    links = device.links(traffic.collective, min(strides), math.prod(sizes))
-    return traffic.count * links.seconds(traffic.collective, [traffic.axis], traffic.bytes / traffic.count)
+    latency, bandwidth = device.link(traffic.collective, min(strides), math.prod(sizes))
+    # An all-reduce is one call: its ranks wait for each other once, although its bytes are those of two rounds.
+    return traffic.count * latency + traffic.bytes / bandwidth
 
 
 def _one_axis(name: str, shape: StepShape) -> tuple[int, int]:
