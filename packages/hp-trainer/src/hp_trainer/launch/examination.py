@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from hp_dtensor.comm.links import Links, measure_group, measure_links
 from hp_dtensor.comm.mesh import DeviceMesh, init_device_mesh
 from hp_dtensor.comm.world import World, current_world
@@ -36,9 +38,10 @@ _COPIED_BYTES = 2**26
 _COLLECTIVE_BYTES = (2**16, 2**20, 2**24)
 # A gathered tensor has at most these bytes on any number of ranks.
 _MOST_GATHERED_BYTES = 2**28
-# Exchanges are measured in turns of about so many seconds, with products before or beside them. In a step milliseconds
-# of computation precede an exchange, in which ranks drift apart, and more so where they share processors.
-_TURNS, _TURN_SECONDS, _LEAST_PRODUCTS = 6, 0.05, 5e-3
+# Exchanges are measured in turns of about so many seconds, with products before or beside them, and all turns together
+# for so many. Short turns: other programs disturb some of them, and the others count. In a step milliseconds of
+# computation precede an exchange, in which ranks drift apart, and more so where they share processors.
+_TURN_SECONDS, _TURNS_SECONDS, _LEAST_TURNS, _LEAST_PRODUCTS = 0.02, 0.4, 6, 5e-3
 _SUITE = "hp_dtensor.testing.conformance"
 _CHECKED_DTYPES = ("float32", "bfloat16", "int64")
 
@@ -305,7 +308,6 @@ def _overlap(
     idle = _slowest(world, min(each for each, _ in _timed(platform, exchange, repeats=5)))
     longest = max(idle, _LEAST_PRODUCTS)
     repeats = max(1, min(1000, int(_LONGEST_PRODUCT / once), round(longest / once)))
-    rounds = max(1, int(_TURN_SECONDS / longest))
 
     def compute() -> None:
         for _ in range(repeats):
@@ -322,22 +324,24 @@ def _overlap(
         compute()
         work.wait()
 
-    alone, after, both = _in_turns(platform, world, (compute, wait, prefetch), rounds)
+    alone, after, both = _in_turns(platform, world, (compute, wait, prefetch), longest)
     machines = len({facts[rank].host for rank in group.ranks})
     # The difference of two measurements may vanish in noise, and a device file needs a time above 0.
     sent, waited = num_bytes * (group.size - 1), max(after - alone, idle / 10)
     return Overlap(axis.mesh_dim_names[0], group.size, machines, sent, waited, alone, both)
 
 
-def _in_turns(platform: Platform, world: World, runs: Sequence[Callable[[], None]], rounds: int) -> list[float]:
-    """Return the seconds of computations with exchanges, on the slowest rank.
+def _in_turns(platform: Platform, world: World, runs: Sequence[Callable[[], None]], seconds: float) -> list[float]:
+    """Return the seconds of computations with exchanges, on the slowest rank of each turn; one is of about `seconds`.
 
     They run in turns, so that changes of a processor's speed concern all of them. Of each the faster half of its turns
     is averaged: ranks wait for each other in every step, while other programs disturb only some of them.
     """
     times: list[list[float]] = [[] for _ in runs]
+    rounds = max(1, int(_TURN_SECONDS / seconds))
+    turns = max(_LEAST_TURNS, int(_TURNS_SECONDS / (rounds * seconds)))
     # The first turn allocates memory.
-    for _ in range(1 + _TURNS):
+    for _ in range(1 + turns):
         for found, run in zip(times, runs, strict=True):
             world.all.barrier()
             platform.synchronize()
@@ -346,7 +350,8 @@ def _in_turns(platform: Platform, world: World, runs: Sequence[Callable[[], None
                 run()
             platform.synchronize()
             found.append((time.perf_counter() - start) / rounds)
-    return [_slowest(world, sum(sorted(each[1:])[: _TURNS // 2]) / (_TURNS // 2)) for each in times]
+    slowest = np.max(_gathered(world, times), axis=0)[:, 1:]
+    return [float(each) for each in np.sort(slowest)[:, : turns // 2].mean(axis=1)]
 
 
 def _slowest(world: World, seconds: float) -> float:
