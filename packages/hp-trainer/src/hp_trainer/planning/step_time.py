@@ -188,11 +188,7 @@ def _idle(shape: StepShape, device: Device, busy: float, forward: float, weight_
     Args:
         forward, weight_grad: the part of `busy` for forwards, and for gradients of weights apart from other gradients.
     """
-    stride, size = _one_axis("pp", shape)
-    # The slowest hop counts: if the pipeline spans nodes, some neighbours are in different ones.
-    is_inside = stride * size <= device.ranks_per_node
-    bandwidth = device.inner_bandwidth if is_inside else device.outer_bandwidth
-    hop = device.outer_latency + message_bytes(shape) / bandwidth
+    hop = seconds_of(Traffic("pp", "send", message_bytes(shape), 1), shape, device)
     # A rank with the embedding alone computes nothing. Its times are as good as any others.
     input_grad, weight = ((busy - weight_grad) / forward - 1, weight_grad / forward) if forward else (1.0, 1.0)
     # Rounded to quarters, so that layouts with nearly the same times share a simulation.
