@@ -11,8 +11,8 @@ import pytest
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention import ContextParallel, SequenceSharding
 from hp_dtensor.parallel.attention.all_gather import plan_gather
-from hp_dtensor.parallel.attention.masks import Tokens, count_scores, is_empty, plan_blocks
-from hp_dtensor.parallel.attention.ring import needed_hops, plan_member
+from hp_dtensor.parallel.attention.masks import Tokens, count_scores, plan_blocks
+from hp_dtensor.parallel.attention.ring import needed_spans, plan_member
 
 
 def packing(random, length, documents):
@@ -92,13 +92,13 @@ def test_places_of_two_ranks(documents, wanted):
 def hops_and_gathered(sharding, documents):
     """Return the time at which the last rank of a ring is done, over the mean work, and the keys that are gathered."""
     tokens = tokens_of(sharding, documents)
-    needed, ranks = needed_hops(tokens, True, None), sharding.ranks
+    needed, ranks = needed_spans(tokens, True, None), sharding.ranks
     plans = [plan_member(tokens, rank, needed, True, None, None).plans for rank in range(ranks)]
     work = np.array([[count_scores(plan) for plan in each] for each in plans], float)
     started, done = np.zeros(ranks), work[:, 0].copy()
     for hop in range(1, ranks):
-        # A block comes from the rank before, which has sent it on as it began to compute with it.
-        started = np.maximum(done, np.roll(started, 1))
+        # A block comes from its owner, which sends it as it starts to compute with the one before.
+        started = np.maximum(done, np.roll(started, hop))
         done = started + work[:, hop]
     gathered = [plan_gather(tokens, rank, True, None, None).received for rank in range(ranks)]
     count = sum(
@@ -138,7 +138,7 @@ def test_a_style_cuts_within_documents_as_its_method_asks():
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_hops_are_needed_where_there_are_blocks_to_compute(causal, window):
+def test_the_spans_of_keys_that_are_sent_are_those_of_the_blocks_to_compute(causal, window):
     """For indices and documents of any kind, also ranks without tokens and rows of different documents."""
     random = np.random.default_rng(5)
     found = set()
@@ -148,12 +148,15 @@ def test_hops_are_needed_where_there_are_blocks_to_compute(causal, window):
         numbers = np.cumsum(random.random((2, length)) < 0.4, axis=1)
         indices = [random.permutation(np.flatnonzero(owner == rank)) for rank in range(ranks)]
         tokens = [Tokens(each, numbers[:, each]) for each in indices]
-        needed = needed_hops(tokens, causal, window)
-        for rank, hop in itertools.product(range(ranks), range(ranks)):
+        needed = needed_spans(tokens, causal, window)
+        for rank, hop in itertools.product(range(ranks), range(1, ranks)):
             plan = plan_blocks(tokens[(rank + hop) % ranks], tokens[rank], causal, window, None)
-            assert needed[rank][hop] == (not is_empty(plan)), (tokens, rank, hop)
-            found.add(needed[rank][hop])
-    assert found == {False, True}
+            keys = [keys for rows in plan for segment in rows.segments for keys in segment.keys]
+            seen = min((x.start for x in keys), default=0), max((x.stop for x in keys), default=0)
+            assert needed[rank][hop] == seen, (tokens, rank, hop)
+            found.add(seen[1] - seen[0] == tokens[rank].count if seen[1] else None)
+    # Under a window of 1 no query sees another rank's keys.
+    assert found == ({None} if window == 1 else {False, True, None})
 
 
 def test_documents_may_be_lists_and_are_not_all_shown():

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hp_dtensor.exceptions import CollectiveError, LaunchError
 from hp_platform_torch.comm import shared_memory
-from hp_platform_torch.comm.shared_memory import GatheredRows, SharedMemory, connect_memory
+from hp_platform_torch.comm.shared_memory import GatheredRows, JoinedTensors, SharedMemory, connect_memory
 
 
 def pair():
@@ -229,6 +229,35 @@ def test_large_collectives_with_little_room(three_ranks):
     # Nobody receives before its own sends. So in each round one rank sends all its messages before any of them is
     # copied out, and some of them do not fit. A rank that is late may find room for all.
     assert sum(counts["all"] - counts["placed"] for counts in placed) >= 3
+
+
+def test_messages_are_read_in_place_and_not_written_meanwhile(three_ranks):
+    assert sum(three_ranks.run(on_rank.messages_read_in_place, 0)) < 10, "only those to ranks that have not met yet"
+
+
+def test_messages_without_room_are_read_where_they_are_received(three_ranks):
+    # Two messages of 1.5 MiB fit, so some go through memory and some do not, and places are reused at once.
+    received = sum(three_ranks.run(on_rank.messages_read_in_place, 2**22))
+    assert 10 < received < 3 * 60 * 2
+
+
+def test_a_place_is_released_if_its_reader_fails():
+    first, second = pair()
+    (place,) = first.put(torch.ones(4), [1])
+    with pytest.raises(ZeroDivisionError):
+        second.take(torch.ones(4), place, 0, lambda message: 1 / 0)
+    assert not first._outbox.mapping.bytes[place.slot]
+
+
+def test_joined_tensors_are_placed_in_order():
+    first, second = pair()
+    tensors, read = [torch.arange(6.0).view(2, 3).T, torch.arange(2.0)], []
+    joined = JoinedTensors(tensors)
+    assert (joined.shape, joined.nbytes) == ((8,), 32)
+    assert joined.gathered().tolist() == [0, 3, 1, 4, 2, 5, 0, 1]
+    (place,) = first.put(joined, [1])
+    second.take(torch.zeros(8), place, 0, lambda message: read.append(message.tolist()))
+    assert read == [[0, 3, 1, 4, 2, 5, 0, 1]]
 
 
 def test_a_sender_without_room_does_not_wait_until_the_receiver_waits(two_ranks):

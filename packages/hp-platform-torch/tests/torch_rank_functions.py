@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 import time
+from collections import deque
 
 import pytest
 import torch
@@ -503,6 +505,53 @@ def _large_round(group, rank, size, step):
     assert torch.equal(added, torch.ones_like(added).index_add(0, pairs, exchanged))
     for j in range(size):
         assert j == rank or torch.equal(receives[j], base + 100 * j + rank)
+
+
+def messages_read_in_place(outbox_bytes):
+    """Check that a message keeps its values while it is read, whatever its sender sends and writes meanwhile.
+
+    Returns the number of messages that were read in the memory that this rank gave for them.
+    """
+    world = current_world(PLATFORM)
+    group, rank, size, n = world.all, world.rank, world.size, 2**17
+    outbox, num_received, num_read = world.memory._outbox, 0, 0
+    assert group.reads_in_place(torch.empty(n), 12 * n)
+    end, outbox._end = outbox._end, outbox._first + outbox_bytes if outbox_bytes else outbox._end
+    free = len(outbox._free_slots) + sum(len(block.slots) for block in outbox._blocks)
+    try:
+        works, randoms, wrong = deque(), random.Random(rank), []
+        for step in range(60):
+            first, second = torch.full((n,), float(100 * step + rank)), torch.full((2, n), -float(100 * step + rank))
+            receives = [None if j == rank else torch.zeros(3 * n) for j in range(size)]
+            sent = first, second.T  # one message for all ranks; the second tensor is not contiguous
+
+            def read(j, message, step=step, receives=receives):
+                nonlocal num_received, num_read
+                expected = torch.full((3 * n,), float(100 * step + j))
+                expected[n:].neg_()
+                for _ in range(2):
+                    if not torch.equal(message, expected):
+                        wrong.append((step, j))
+                    time.sleep(randoms.random() * 0.004)
+                num_read += 1
+                num_received += message.data_ptr() == receives[j].data_ptr()
+
+            works.append(group.start_exchange([None if j == rank else sent for j in range(size)], receives, read))
+            # Ranks are up to four exchanges apart, and their messages are read long after they were sent.
+            while len(works) > randoms.randrange(1, 5):
+                works.popleft().wait()
+            del first, second, sent
+        while works:
+            works.popleft().wait()
+    finally:
+        outbox._end = end
+    group.barrier()
+    assert not wrong
+    assert num_read == 60 * (size - 1)
+    outbox._drop_received()
+    assert not outbox._blocks
+    assert len(outbox._free_slots) == free, "all places are released"
+    return num_received
 
 
 def waits_in_different_orders():

@@ -147,6 +147,22 @@ def test_equals_one_device_on_real_ranks(hp_platform, rank_pool, ranks):
             reference.compare(put_together(results, sharding), reference.expected(arrays, mask, {}))
 
 
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("case", ["causal", "full", "window", "packed"])
+def test_large_blocks_equal_one_device_on_real_ranks(hp_platform, rank_pool, case):
+    """Ranks of torch read these blocks in shared memory."""
+    documents = ((600, 1, 290, 10),) if case == "packed" else None
+    mask: dict = {"full": {"causal": False}, "window": {"window": 350}}.get(case, {})
+    if documents:
+        mask = {"positions": reference.positions_of(*documents)}
+    arrays = reference.inputs(batch=1, heads=8, kv_heads=4, keys=901, width=64)
+    sharding = SequenceSharding(length=901, ranks=3, documents=documents, balanced=case != "window")
+    pool, wanted = rank_pool(3), reference.expected(arrays, mask, {})
+    for _ in range(2):
+        results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, 1, "ring", True, None, sharding)
+        reference.compare(put_together(results, sharding), wanted)
+
+
 @pytest.mark.parametrize("method", ["ring", "all_gather"])
 def test_a_rank_without_tokens_of_packed_documents_takes_part(hp_platform, method):
     """Three tokens on four ranks: one has none, and the others need it in their exchanges."""

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hp_dtensor.comm.process_group import ProcessGroup
+from hp_dtensor.comm.process_group import ProcessGroup, pack
 from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
 from hp_dtensor.platform.interface import Platform
 
@@ -214,12 +214,6 @@ def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:
     shape = list(x.shape)
     shape[dim] = length
     return tuple(shape)
-
-
-def pack(platform: Platform, tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors of one dtype into one contiguous vector, a message for `ProcessGroup.exchange`."""
-    flat = [platform.ops.reshape(platform.contiguous(x), (-1,)) for x in tensors]
-    return flat[0] if len(flat) == 1 else platform.ops.cat(flat, 0)
 
 
 def unpack(platform: Platform, message: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -56,6 +56,26 @@ class _CountedWork:
         self.group._counted(self.work.wait)
 
 
+@dataclass(frozen=True, slots=True)
+class _ReadWork:
+    """A running exchange whose `wait` calls a function with each rank and its message.
+
+    It refers to the messages that are sent, which nothing else may do.
+    """
+
+    work: Work
+    sends: Sequence[Tensor | None]
+    receives: Sequence[Tensor | None]
+    rank: int
+    read: Callable[[int, Tensor], object]
+
+    def wait(self) -> None:
+        self.work.wait()
+        for j, x in enumerate(self.receives):
+            if x is not None and j != self.rank and _numel(x):
+                self.read(j, x)
+
+
 class PendingBytes(Protocol):
     """A running all-gather of bytes."""
 
@@ -223,16 +243,54 @@ class ProcessGroup(ABC):
         if self.size > 1:
             self._counted(self._exchange, sends, receives)
 
-    def start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
+    def start_exchange(
+        self,
+        sends: Sequence[Tensor | Sequence[Tensor] | None],
+        receives: Sequence[Tensor | None],
+        read: Callable[[int, Tensor], object] | None = None,
+    ) -> Work:
         """Start an `exchange`. Its tensors must not be used before `wait` of the result returns.
 
         Exchanges between two ranks match in the order in which they are started. On torch the transfer runs while this
         rank computes. On backends without background transfers it is finished when this returns.
+
+        Args:
+            sends: with `read`, a sequence of tensors of one dtype is one message, of their elements in order.
+            read: function that `wait` calls with each other rank and its message. `receives` are then memory for
+                messages, and a message may be in the memory of its sender, which reuses it once the function returns.
         """
         self._record_exchange(sends, receives)
-        return self._timed(self._start_exchange, sends, receives) if self.size > 1 else DONE
+        if self.size == 1:
+            return DONE
+        if read is None:
+            return self._timed(self._start_exchange, sends, receives)
+        # Ranks that get the same sequence get one message, which is made once.
+        joined = {id(x): self._joined(x) for x in sends if isinstance(x, (list, tuple))}
+        messages = [joined.get(id(x), x) for x in sends]
 
-    def _record_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
+        def read_uncounted(rank: int, message: Tensor) -> None:
+            started = time.perf_counter()
+            try:
+                read(rank, message)
+            finally:
+                # `wait`, which calls this, counts all of its time.
+                self.seconds_waited -= time.perf_counter() - started
+
+        return self._timed(self._start_reading, messages, receives, read_uncounted)
+
+    def reads_in_place(self, x: Tensor, num_bytes: int) -> bool:
+        """Return True if messages of up to `num_bytes` are read where their senders have put them, once for all ranks.
+
+        So receives need no memory, and many can be started ahead. All ranks get the same answer for the same number.
+
+        Args:
+            x: a tensor on the device of the messages.
+        """
+        return False
+
+    def _record_exchange(
+        self, sends: Sequence[Tensor | Sequence[Tensor] | None], receives: Sequence[Tensor | None]
+    ) -> None:
         """Check and record an exchange, and copy this rank's own entry."""
         if len(sends) != self.size or len(receives) != self.size:
             raise CollectiveError(
@@ -240,7 +298,8 @@ class ProcessGroup(ABC):
                 f"got {len(sends)} sends and {len(receives)} receives"
             )
         others = [x for j, x in enumerate(sends) if j != self.rank and x is not None]
-        self._record("exchange", sum(_nbytes(self.platform, x) for x in others))
+        tensors = [each for x in others for each in (x if isinstance(x, (list, tuple)) else [x])]
+        self._record("exchange", sum(_nbytes(self.platform, x) for x in tensors))
         # Copied here, because some backends treat a message from a rank to itself as a deadlock.
         mine, into = sends[self.rank], receives[self.rank]
         if mine is not None and into is not None:
@@ -320,6 +379,16 @@ class ProcessGroup(ABC):
         self._exchange(sends, receives)
         return DONE
 
+    def _start_reading(
+        self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None], read: Callable[[int, Tensor], object]
+    ) -> Work:
+        return _ReadWork(self._start_exchange(sends, receives), sends, receives, self.rank, read)
+
+    def _joined(self, tensors: Sequence[Tensor]) -> Any:
+        """Return several tensors as one message."""
+        assert self.platform is not None
+        return pack(self.platform, tensors)
+
     @abstractmethod
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work: ...
 
@@ -397,6 +466,12 @@ class ProcessGroup(ABC):
                 f"all_to_all in group {self.ranks}: {which} has {x.shape[0]} rows, its splits are {list(rows)}; "
                 f"expected {self.size} splits that sum to the rows"
             )
+
+
+def pack(platform: Platform, tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors of one dtype into one contiguous vector, a message."""
+    flat = [platform.ops.reshape(platform.contiguous(x), (-1,)) for x in tensors]
+    return flat[0] if len(flat) == 1 else platform.ops.cat(flat, 0)
 
 
 def _numel(x: Tensor) -> int:

@@ -24,14 +24,20 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hp_dtensor.comm.process_group import DONE, PendingBytes, ProcessGroup, Rows, Work, no_average_of
 from hp_dtensor.exceptions import CapabilityError, CollectiveError, PlatformError
-from hp_platform_torch.comm.shared_memory import SMALLEST_BYTES, GatheredRows, SharedMemory
+from hp_platform_torch.comm.shared_memory import (
+    ROTATION_BYTES,
+    SMALLEST_BYTES,
+    GatheredRows,
+    JoinedTensors,
+    Message,
+    SharedMemory,
+)
 
 if TYPE_CHECKING:
     from hp_dtensor.platform.interface import Platform
 
 
 Tensor = torch.Tensor
-Message = Tensor | GatheredRows
 M = TypeVar("M", Tensor, Message)
 Read = Callable[[Tensor], object]
 
@@ -305,7 +311,7 @@ class TorchGroup(ProcessGroup):
             # One copy for all of them, in an all-gather.
             placed = memory.put(x, [self.ranks[j] for j in large]) if memory is not None and large else None
             places = {} if placed is None else dict(zip(large, placed, strict=True))
-            message = x.gathered() if isinstance(x, GatheredRows) and len(places) < len(targets) else x
+            message = x if isinstance(x, Tensor) or len(places) == len(targets) else movable(x.gathered())
             for j in targets:
                 sent.append(_as_tensor(memory.note(x, places[j])) if memory is not None and j in places else message)
                 works.append(gloo.send([sent[-1]], j, _LARGE_TAG if j in large else _COLLECTIVE_TAG))
@@ -315,7 +321,7 @@ class TorchGroup(ProcessGroup):
     def _may_have_place(self, x: Message, j: int) -> bool:
         """Return True if a message to or from a rank of the group may be sent through shared memory."""
         # Gloo refuses a tensor that is not contiguous.
-        is_contiguous = isinstance(x, GatheredRows) or x.is_contiguous()
+        is_contiguous = not isinstance(x, Tensor) or x.is_contiguous()
         memory, is_large = self._memory, x.nbytes >= SMALLEST_BYTES and is_contiguous
         return memory is not None and is_large and memory.reaches(self.ranks[j])
 
@@ -401,7 +407,7 @@ class TorchGroup(ProcessGroup):
         exchange = self._start_messages(self._to_others(leaving), self._to_others(arriving))
         # During the messages. No rows viewed as bytes have lost their width.
         own = leaving[self.rank]
-        if isinstance(own, GatheredRows):
+        if not isinstance(own, Tensor):
             own.gathered(out=arriving[self.rank])
         elif own.numel():
             arriving[self.rank].copy_(own)
@@ -420,33 +426,67 @@ class TorchGroup(ProcessGroup):
         exchange = self._start_messages(self._to_others(leaving), self._to_others(space), add)
         # During the messages.
         own = leaving[self.rank]
-        add(self.rank, own.gathered() if isinstance(own, GatheredRows) else own)
+        add(self.rank, own if isinstance(own, Tensor) else own.gathered())
         return exchange
 
-    def _to_others(self, messages: Sequence[M]) -> list[tuple[int, M]]:
+    def _to_others(self, messages: Sequence[M | None]) -> list[tuple[int, M]]:
         """Return the messages that are not empty with their ranks, without that of this rank."""
-        return [(j, each) for j, each in enumerate(messages) if j != self.rank and each.nbytes]
+        return [(j, each) for j, each in enumerate(messages) if each is not None and j != self.rank and each.nbytes]
 
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> None:
         self._start_exchange(sends, receives).wait()
 
-    def _start_exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Work:
-        tensors = [x for x in (*sends, *receives) if x is not None]
-        # This rank neither sends nor receives, and the others know that: none of them waits for it.
-        if not tensors:
-            return DONE
+    def _start_exchange(self, sends: Sequence[Message | None], receives: Sequence[Tensor | None]) -> Work:
+        if not any(isinstance(x, Tensor) and x.device.type != "cpu" for x in (*sends, *receives)):
+            return self._start_on_host(sends, receives, None)
+        tensors = [x for x in (*sends, *receives) if isinstance(x, Tensor)]
         # The all-to-all wants a tensor per rank: an empty one stands for no message.
         nothing = tensors[0].new_empty(0)
-        leaving = [self._for_others(j, x, nothing) for j, x in enumerate(sends)]
-        arriving = [self._for_others(j, x, nothing) for j, x in enumerate(receives)]
-        if nothing.device.type != "cpu":
-            options = _options(distributed_c10d.AllToAllOptions, True)
-            return settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), True)
-        # Gloo's own all-to-all takes one tensor only.
-        return self._start_messages(self._to_others(leaving), self._to_others(arriving))
+        leaving, arriving = (
+            [nothing if x is None or j == self.rank else movable(x) for j, x in enumerate(each)]
+            for each in (sends, receives)
+        )
+        options = _options(distributed_c10d.AllToAllOptions, True)
+        return settle(self._channel(nothing.device.type).alltoall(arriving, leaving, options), True)
 
-    def _for_others(self, j: int, x: Tensor | None, nothing: Tensor) -> Tensor:
-        return movable(nothing if x is None or j == self.rank else x)
+    def _start_on_host(
+        self,
+        sends: Sequence[Message | None],
+        receives: Sequence[Tensor | None],
+        read: Callable[[int, Tensor], object] | None,
+    ) -> Work:
+        leaving, arriving = (
+            self._to_others([movable(x) if isinstance(x, Tensor) else x for x in each]) for each in (sends, receives)
+        )
+        # This rank neither sends nor receives, and the others know that: none of them waits for it.
+        if not leaving and not arriving:
+            return DONE
+
+        def read_as_sent(j: int, message: Tensor) -> None:
+            like = receives[j]
+            assert read is not None
+            assert like is not None
+            # Not as bytes.
+            read(j, message.view(-1).view(like.dtype).view(like.shape))
+
+        # Gloo's own all-to-all takes one tensor only.
+        return self._start_messages(leaving, arriving, None if read is None else read_as_sent)
+
+    def _start_reading(
+        self, sends: Sequence[Message | None], receives: Sequence[Tensor | None], read: Callable[[int, Tensor], object]
+    ) -> Work:
+        if any(isinstance(x, Tensor) and x.device.type != "cpu" for x in (*sends, *receives)):
+            return super()._start_reading(sends, receives, read)
+        return self._start_on_host(sends, receives, read)
+
+    def reads_in_place(self, x: Tensor, num_bytes: int) -> bool:
+        others, memory = [rank for j, rank in enumerate(self.ranks) if j != self.rank], self._memory
+        fits = x.device.type == "cpu" and SMALLEST_BYTES <= num_bytes <= ROTATION_BYTES
+        return memory is not None and fits and all(memory.reaches(rank) for rank in others)
+
+    def _joined(self, tensors: Sequence[Tensor]) -> Message:
+        is_on_host = self._memory is not None and tensors[0].device.type == "cpu"
+        return JoinedTensors(tensors) if is_on_host else super()._joined(tensors)
 
     def _broadcast(self, x: Tensor, source: int, async_op: bool) -> Work:
         if x.numel() == 0:
@@ -569,6 +609,11 @@ class StagedGroup(TorchGroup):
 
     def indexes_rows(self, x: Tensor) -> bool:
         return False
+
+    # Not those of `TorchGroup`: exchanges copy their messages, which must be tensors, through host memory.
+    reads_in_place = ProcessGroup.reads_in_place
+    _start_reading = ProcessGroup._start_reading
+    _joined = ProcessGroup._joined
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
         host = _to_host(x)

@@ -3,8 +3,8 @@
 Gloo sends through sockets: the kernel copies every byte in and out, and a thread of gloo takes processor time from the
 computation. Here the sender copies a message into its *outbox*, memory that the other processes of the host have
 mapped, and sends only its place over gloo. The receiver copies it out when it waits for the message. Rows of a tensor
-are gathered straight into the outbox (`GatheredRows`), and a receiver that only adds a message to something reads it
-in place.
+and sequences of tensors are written straight into the outbox (`GatheredRows`, `JoinedTensors`), and a receiver that
+only computes with a message reads it in place.
 
 - Gloo does not report how many bytes it has received. So the receiver writes a random mark to the end of its tensor
   before: where the mark is still there, a note with the place has arrived and not the message.
@@ -31,7 +31,7 @@ import secrets
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,6 +84,26 @@ class GatheredRows:
         return self._x.dtype
 
 
+class JoinedTensors:
+    """A message of the elements of several tensors of one dtype, copied when it is sent."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self.dtype = tensors[0].dtype
+        self.shape = (sum(x.numel() for x in tensors),)
+        self.nbytes = self.shape[0] * tensors[0].element_size()
+
+    def gathered(self, out: Tensor | None = None) -> Tensor:
+        """Return the elements, as a new vector or in `out`."""
+        out = self._tensors[0].new_empty(self.shape) if out is None else out
+        for x, part in zip(self._tensors, out.split([x.numel() for x in self._tensors]), strict=True):
+            part.view(x.shape).copy_(x)
+        return out
+
+
+Message = Tensor | GatheredRows | JoinedTensors
+
+
 class SharedMemory:
     """The outbox of this rank, and those of the other ranks of its host.
 
@@ -110,8 +130,8 @@ class SharedMemory:
                     self._peers[peer].bytes[_NONCE_BYTES + self._rank] = 1
         return self._on_host[peer]
 
-    def put(self, x: Tensor | GatheredRows, peers: list[int]) -> list[Place] | None:
-        """Copy a contiguous tensor, or gather rows, into the outbox for each of `peers`.
+    def put(self, x: Message, peers: list[int]) -> list[Place] | None:
+        """Write a message, which is contiguous if it is a tensor, into the outbox for all of `peers`.
 
         Returns:
             The place for each of them. None: it does not fit now, or one of them has not mapped the outbox.
@@ -119,13 +139,13 @@ class SharedMemory:
         if not all(self._outbox.is_mapped_by(peer) for peer in peers):
             return None
         places = self._outbox.reserve(x.nbytes, len(peers))
-        if places is not None and isinstance(x, GatheredRows):
-            x.gathered(out=self._outbox.mapping.view(places[0].offset, x.shape, x.dtype))
-        elif places is not None:
+        if places is not None and isinstance(x, Tensor):
             ctypes.memmove(self._outbox.mapping.address + places[0].offset, x.data_ptr(), x.nbytes)
+        elif places is not None:
+            x.gathered(out=self._outbox.mapping.view(places[0].offset, x.shape, x.dtype))
         return places
 
-    def note(self, x: Tensor | GatheredRows, place: Place) -> bytes:
+    def note(self, x: Message, place: Place) -> bytes:
         """Return the note that is sent instead of a tensor which has a place in the outbox."""
         return _NOTE.pack(self._outbox.nonce, x.nbytes, *place)
 
@@ -162,11 +182,13 @@ class SharedMemory:
     def take(self, x: Tensor, place: Place, peer: int, read: Callable[[Tensor], object] | None = None) -> None:
         """Copy a message from the outbox of `peer` into a contiguous tensor, or `read` it there; release its place."""
         outbox = self._peers[peer]
-        if read is None:
-            ctypes.memmove(x.data_ptr(), outbox.address + place.offset, x.nbytes)
-        else:
-            read(outbox.view(place.offset, tuple(x.shape), x.dtype))
-        outbox.bytes[place.slot] = 0
+        try:
+            if read is None:
+                ctypes.memmove(x.data_ptr(), outbox.address + place.offset, x.nbytes)
+            else:
+                read(outbox.view(place.offset, tuple(x.shape), x.dtype))
+        finally:
+            outbox.bytes[place.slot] = 0
 
 
 class _Mapping:

@@ -260,11 +260,11 @@ class AttentionGrads:
 
     def __init__(self, platform: Platform, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor) -> None:
         self._platform, self._of_queries = platform, (grad, query, out, lse)
-        self._queries = _sums(platform, query)
+        self._queries = sums_of(platform, query)
 
     def add(self, key: Tensor, value: Tensor, plan: Plan, options: Options) -> SpanTensors:
         """Return the gradients of these keys and values over the planned blocks, and accumulate the queries'."""
-        platform, found = self._platform, _sums(self._platform, key, value)
+        platform, found = self._platform, sums_of(self._platform, key, value)
         for rows in plan:
             of_queries = narrow_rows(platform, rows, *self._of_queries)
             k, v = narrow_rows(platform, rows, key, value)
@@ -314,7 +314,7 @@ def attend_grad(
     return grads.of_queries(), d_k, d_v
 
 
-def _sums(platform: Platform, *like: Tensor) -> SpanTensors:
+def sums_of(platform: Platform, *like: Tensor) -> SpanTensors:
     """Return an empty sum for gradients of tensors with equal rows and tokens."""
 
     def added(one: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ from hp_dtensor.comm.links import DEFAULT_LINKS, Links
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention.all_gather import plan_gather
 from hp_dtensor.parallel.attention.masks import Plan, Tokens, count_scores
-from hp_dtensor.parallel.attention.ring import needed_hops, plan_member
+from hp_dtensor.parallel.attention.ring import needed_spans, plan_member
 from hp_dtensor.parallel.attention.sharding import SequenceSharding, check_method, exchanging_ranks
 from hp_dtensor.parallel.attention.ulysses import HeadShares
 
@@ -72,8 +72,8 @@ class ContextCost:
     Examples:
         >>> shape = AttentionShape(batch=1, length=64, heads=8, kv_heads=2, head_dim=16, itemsize=4)
         >>> cost: ContextCost = choose_context_parallel(shape, 2, method="ring", ulysses_degree=1).best
-        >>> cost.forward_bytes, cost.backward_bytes  # half of 2 * 64 * 2 * 16 * 4 bytes; and with their gradients
-        (8192.0, 16384.0)
+        >>> cost.forward_bytes, cost.backward_bytes  # 3/4 of half of 2 * 64 * 2 * 16 * 4; and with their gradients
+        (6144.0, 12288.0)
     """
 
     method: str
@@ -219,27 +219,18 @@ class _Ring:
 
     def __init__(self, shape: AttentionShape, sharding: SequenceSharding, heads: _HeadsExchanged) -> None:
         size, tokens = sharding.ring_size, shape.tokens(sharding)
-        needed = needed_hops(tokens, shape.causal, shape.window)
+        needed = needed_spans(tokens, shape.causal, shape.window)
         plans = [plan_member(tokens, ring, needed, shape.causal, shape.window, None) for ring in range(size)]
+        # Every block is sent to the ranks that see it, in both passes, and its gradients back to its owner.
+        tokens_sent = sum(stop - start for spans in needed for start, stop in spans[1:]) / size
         per_token = 2 * shape.batch * heads.kv_heads_mean * shape.head_dim
-        # Hops are equal in all plans, so the first one has those of all ranks.
-        any_plan = plans[0]
-
-        def bytes_sent(hops: Iterable[int], itemsize: int) -> float:
-            tokens_sent = sum(n * count for n, count in zip(hops, any_plan.lengths, strict=True)) / size
-            return tokens_sent * per_token * itemsize
-
-        # A sum of gradients is sent from the first to the last rank that used the block, and then to its owner.
-        uses = zip(any_plan.back_first, any_plan.back_reach, strict=True)
-        sum_hops = [last - first + 1 if first else 0 for first, last in uses]
-        self.forward_bytes = bytes_sent(any_plan.reach, shape.itemsize)
-        self.backward_bytes = bytes_sent(any_plan.back_reach, shape.itemsize)
-        self.backward_bytes += bytes_sent(sum_hops, _sum_itemsize(shape))
-        self.hops = max(max(any_plan.reach), max(any_plan.back_reach)) if size > 1 else 0
+        self.forward_bytes = tokens_sent * per_token * shape.itemsize
+        self.backward_bytes = self.forward_bytes + tokens_sent * per_token * _sum_itemsize(shape)
+        self.hops = plans[0].last
         # Ranks hop in lock-step, so each hop lasts as long as its busiest rank.
         self._work = [max(_operations(plan.plans[hop], shape, heads) for plan in plans) for hop in range(size)]
         # Present and next block of keys and values, and three of the sums of gradients.
-        block = max(any_plan.lengths) * 2 * shape.batch * heads.kv_heads * shape.head_dim
+        block = max(each.count for each in tokens) * 2 * shape.batch * heads.kv_heads * shape.head_dim
         self.extra_bytes = 0.0 if size == 1 else block * (2 * shape.itemsize + 3 * _sum_itemsize(shape))
 
     def seconds(self, links: Links, axis: str, flops: float) -> float:

@@ -117,6 +117,10 @@ class Tokens:
     def count(self) -> int:
         return int(self.indices.size)
 
+    def narrowed(self, start: int, stop: int) -> Tokens:
+        """Return the tokens with local indices `start` to `stop`."""
+        return Tokens(self.indices[start:stop], None if self.documents is None else self.documents[:, start:stop])
+
     def runs(self, row: int) -> list[Run]:
         """Return the maximal spans of a row's tokens that are consecutive and in one document."""
         if not self.count:
@@ -374,11 +378,6 @@ def equal_rows(tokens: Sequence[Tokens]) -> list[tuple[int, int | None]]:
     return list(itertools.pairwise([0, *changes.tolist(), len(joined)]))
 
 
-def is_empty(plan: Plan) -> bool:
-    """Return whether no query sees a key."""
-    return not any(segment.keys for rows in plan for segment in rows.segments)
-
-
 def runs_by_document(tokens: Tokens, row: int) -> dict[int, list[Run]]:
     """Return the runs of a row's tokens by document number."""
     runs: dict[int, list[Run]] = {}
@@ -387,10 +386,10 @@ def runs_by_document(tokens: Tokens, row: int) -> dict[int, list[Run]]:
     return runs
 
 
-def sees_any(
+def seen_span(
     queries: Mapping[int, Sequence[Run]], keys: Mapping[int, Sequence[Run]], causal: bool, window: int | None
-) -> bool:
-    """Return whether any query of a row sees a key, that is, whether `plan_blocks` would plan a block.
+) -> tuple[int, int] | None:
+    """Return the smallest span of local indices with all keys of a row that its queries see; None: they see none.
 
     Args:
         queries, keys: as `runs_by_document` returns them.
@@ -400,12 +399,14 @@ def sees_any(
     least = 0 if causal else -math.inf if window is None else 1 - window
     most = math.inf if window is None else window - 1
     # The distances between two runs are all the integers between two bounds, so comparing intervals is enough.
-    return any(
-        query.stop - 1 - key.index >= least and query.index - (key.stop - 1) <= most
+    spans = [
+        (int(first) - key.index + key.start, int(stop) - key.index + key.start)
         for document, runs in queries.items()
         for query in runs
         for key in keys.get(document, ())
-    )
+        if (first := max(key.index, query.index - most)) < (stop := min(key.stop, query.stop - least))
+    ]
+    return (min(start for start, _ in spans), max(stop for _, stop in spans)) if spans else None
 
 
 def count_scores(plan: Plan) -> int:

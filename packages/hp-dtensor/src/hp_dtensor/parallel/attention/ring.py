@@ -1,112 +1,116 @@
-"""Ring attention (arXiv 2310.01889): queries stay, keys and values are passed from rank to rank.
+"""Ring attention (arXiv 2310.01889): queries stay; each rank attends to the keys and values of one rank after another.
 
-In forward each rank's block of keys and values is sent to the next rank, for as many hops as some query needs it: after
-h hops rank r has the block of rank r - h. The results over the blocks are merged by log-sum-exp (`PartialAttention` in
-`blockwise.py`). Backward is the dual: blocks are sent to the previous rank, and the float32 sum of a block's gradients
-follows one hop behind and is sent to the block's owner after the last rank that used it. Each hop is started before the
-rank computes on the block that it has, so communication overlaps with computation.
+In hop h a rank uses the keys and values of the rank h before it. They come from their owner, which sends each rank only
+the span of tokens that it sees, so no rank passes on what it does not use and a late rank delays only those that need
+its block. The results over the blocks are merged by log-sum-exp (`PartialAttention` in `blockwise.py`). Backward is the
+same, and returns the float32 gradients of each block to its owner, which adds them. The transfer of the next hop is
+under way while a rank computes on the block that it has. Where ranks read each other's messages in place, each rank
+puts its keys and values there once, and all hops are started ahead.
+
+Compared with a ring in which neighbours pass blocks on, a rank sends as many messages and at most as many bytes; but
+where several ranks of a host share one network card, more of them cross it. There a `ulysses_degree` of the ranks of a
+host leaves one rank per host in each ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-from hp_dtensor.comm.collectives import empty_message, pack, unpack
-from hp_dtensor.comm.process_group import DONE, ProcessGroup, Work
+from hp_dtensor.comm.collectives import empty_message, unpack
+from hp_dtensor.comm.process_group import ProcessGroup, Work
 from hp_dtensor.parallel.attention.blockwise import (
     AttentionGrads,
     Options,
     PartialAttention,
     SpanTensors,
     accumulator_dtype,
+    narrow_tokens,
+    sums_of,
 )
 from hp_dtensor.parallel.attention.functional import attention_node
 from hp_dtensor.parallel.attention.masks import (
     Array,
     Plan,
+    Rows,
     Tokens,
     equal_rows,
-    is_empty,
     plan_blocks,
     runs_by_document,
-    sees_any,
+    seen_span,
 )
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
 Block = tuple[Tensor, Tensor]
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The blocks that this rank computes, and how many hops each rank's keys and values are sent.
+    """The blocks that this rank computes, and the keys that are exchanged for them.
 
     Attributes:
-        plans: by hop h, the blocks of this rank's queries over the keys of the rank h hops before it.
-        reach: by rank, the number of hops that its keys and values are sent in forward.
-        back_reach: by rank, the number of hops that they are sent, in the other direction, in backward.
-        back_first: by rank, the first backward hop at which they are used; 0: at none.
-        indices: by rank, the indices of its keys in the full sequence.
+        plans: by hop h, the blocks of this rank's queries over the span of keys of the rank h before it.
+        received: by hop h, the span (start, stop) of the keys of the rank h before this one that it receives.
+        sent: by hop h, the span of this rank's keys that it sends to the rank h after it.
+        indices: by hop, the indices of the received keys in the full sequence.
+        last: the last hop in which some rank of the ring receives keys.
+        longest: the largest number of keys of a rank.
     """
 
     plans: tuple[Plan, ...]
-    reach: tuple[int, ...]
-    back_reach: tuple[int, ...]
-    back_first: tuple[int, ...]
+    received: tuple[Span, ...]
+    sent: tuple[Span, ...]
     indices: tuple[Array, ...]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Number of keys of each rank."""
-        return tuple(int(indices.size) for indices in self.indices)
+    last: int
+    longest: int
 
 
 def plan_ring(tokens: Sequence[Tokens], rank: int, causal: bool, window: int | None, tile: int | None) -> RingPlan:
     """Return the plan of `rank` in a ring whose ranks hold `tokens`."""
-    return plan_member(tokens, rank, needed_hops(tokens, causal, window), causal, window, tile)
+    return plan_member(tokens, rank, needed_spans(tokens, causal, window), causal, window, tile)
 
 
-def needed_hops(tokens: Sequence[Tokens], causal: bool, window: int | None) -> list[list[bool]]:
-    """Return, as `[rank][hop]`, whether the rank `hop` hops after `rank` sees any of its keys."""
+def needed_spans(tokens: Sequence[Tokens], causal: bool, window: int | None) -> list[list[Span]]:
+    """Return, as `[rank][hop]`, the span of the rank's keys that the rank `hop` after it sees; hop 0: all of them."""
     size, rows = len(tokens), [start for start, _ in equal_rows(tokens)]
     # Evaluated for all pairs of ranks in every step with packed rows, so runs are found once and no blocks are planned.
     # O(ranks^2) pairs below, but O(tokens) work here.
     runs = [[runs_by_document(each, row) for row in rows] for each in tokens]
 
-    def sees(queries: int, keys: int) -> bool:
+    def span(queries: int, keys: int) -> Span:
         pairs = zip(runs[queries % size], runs[keys], strict=True)
-        return any(sees_any(*pair, causal, window) for pair in pairs)
+        spans = [each for pair in pairs if (each := seen_span(*pair, causal, window))]
+        return min((start for start, _ in spans), default=0), max((stop for _, stop in spans), default=0)
 
-    return [[sees(owner + hop, owner) for hop in range(size)] for owner in range(size)]
+    return [[(0, tokens[owner].count), *(span(owner + hop, owner) for hop in range(1, size))] for owner in range(size)]
 
 
 def plan_member(
     tokens: Sequence[Tokens],
     rank: int,
-    needed: Sequence[Sequence[bool]],
+    needed: Sequence[Sequence[Span]],
     causal: bool,
     window: int | None,
     tile: int | None,
 ) -> RingPlan:
-    """Return the plan of one rank, given the result of `needed_hops`, which is the same for all ranks."""
+    """Return the plan of one rank, given the result of `needed_spans`, which is the same for all ranks."""
     size = len(tokens)
-    # A block is sent on to the last rank that sees it, past ranks that see none of it.
-    reach = [max((hop for hop in range(1, size) if row[hop]), default=0) for row in needed]
-    # Backward runs in the other direction: the rank `hop` hops after the owner is reached after size - hop hops.
-    back = [[size - hop for hop in range(size - 1, 0, -1) if row[hop]] for row in needed]
+    received = [needed[(rank - hop) % size][hop] for hop in range(size)]
+    keys = [tokens[(rank - hop) % size].narrowed(*span) for hop, span in enumerate(received)]
     # The same ranges of rows for all hops, because their results are merged by rows.
     rows = equal_rows(tokens)
-    plans = tuple(
-        plan_blocks(tokens[rank], tokens[(rank - hop) % size], causal, window, tile, rows) for hop in range(size)
-    )
     return RingPlan(
-        plans,
-        tuple(reach),
-        tuple(max(hops, default=0) for hops in back),
-        tuple(min(hops, default=0) for hops in back),
-        tuple(each.indices for each in tokens),
+        tuple(plan_blocks(tokens[rank], each, causal, window, tile, rows) for each in keys),
+        tuple(received),
+        tuple(needed[rank]),
+        tuple(each.indices for each in keys),
+        max((hop for spans in needed for hop, (start, stop) in enumerate(spans) if hop and stop > start), default=0),
+        max(each.count for each in tokens),
     )
 
 
@@ -123,162 +127,122 @@ def ring_attention(
     """Return attention over keys and values sharded over the ranks of `group`, as one autograd node."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Block:
-        return _forward(_Ring(platform, group, plan, k, v), q, options)
+        found = PartialAttention(platform, q, v)
+
+        def attend(hop: int, block: Block) -> None:
+            found.add(*block, plan.plans[hop], options.of_keys(plan.indices[hop]))
+
+        _Ring(platform, group, plan, (k, v)).run(attend)
+        return found.total()
 
     def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        return _backward(_Ring(platform, group, plan, k, v), AttentionGrads(platform, grad, q, out, lse), options)
+        ring, grads = _Ring(platform, group, plan, (k, v)), AttentionGrads(platform, grad, q, out, lse)
+        sums = _GradientSums(ring)
+
+        def attend(hop: int, block: Block) -> None:
+            sums.found = grads.add(*block, plan.plans[hop], options.of_keys(plan.indices[hop]))
+
+        ring.run(attend, sums.exchange)
+        return grads.of_queries(), *sums.total()
 
     return attention_node(platform, query, key, value, sinks, forward, backward)
 
 
 class _Ring:
-    """The communication of one pass of keys and values around the ring."""
+    """One pass of keys and values around the ring.
 
-    def __init__(self, platform: Platform, group: ProcessGroup, plan: RingPlan, key: Tensor, value: Tensor) -> None:
-        self.platform, self.group, self.plan = platform, group, plan
-        self.size, self.rank = group.size, group.rank
-        self.dtype, self.accumulator = key.dtype, accumulator_dtype(platform, key)
-        self._shapes = tuple(key.shape), tuple(value.shape)
-        # Keys and values are one message per hop: half the latency of two.
-        self.own = pack(platform, (key, value))
+    Args:
+        own: this rank's keys and values.
+    """
 
-    def shapes(self, owner: int) -> list[tuple[int, ...]]:
-        """Return the shapes of the keys and values of a rank."""
-        length = self.plan.lengths[owner % self.size]
-        return [(*shape[:2], length, shape[3]) for shape in self._shapes]
+    def __init__(self, platform: Platform, group: ProcessGroup, plan: RingPlan, own: Block) -> None:
+        self.platform, self.group, self.plan, self.own = platform, group, plan, own
+        # The same on all ranks: one that is ahead may wait until the others have started to receive.
+        per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in own) * platform.itemsize(own[0].dtype)
+        self.is_ahead = group.reads_in_place(own[0], plan.longest * per_token)
+        # One object per span: ranks that get the same one share a message.
+        self._sent = {(a, b): tuple(narrow_tokens(platform, x, a, b) for x in own) for a, b in plan.sent if b > a}
 
-    def indices(self, owner: int) -> Array:
-        """Return the indices of a rank's keys in the full sequence."""
-        return self.plan.indices[owner % self.size]
+    def run(self, attend: Callable[[int, Block], None], finish: Callable[[int], None] = lambda hop: None) -> None:
+        """Call `attend(hop, block)` for each block that this rank sees, and `finish(hop)` after each hop."""
+        last = self.plan.last
+        # The next block is sent while this rank computes on the present one.
+        num_started = last if self.is_ahead else min(1, last)
+        works = deque(self._start(hop, attend) for hop in range(1, num_started + 1))
+        attend(0, self.own)
+        finish(0)
+        for hop in range(1, last + 1):
+            if num_started < last:
+                num_started += 1
+                works.append(self._start(num_started, attend))
+            works.popleft().wait()
+            finish(hop)
 
-    def block(self, message: Tensor, owner: int) -> Block:
-        """Return the keys and values, or their gradients, in a message about the block of rank `owner`."""
-        key, value = unpack(self.platform, message, self.shapes(owner))
-        return key, value
+    def _start(self, hop: int, attend: Callable[[int, Block], None]) -> Work:
+        """Start the exchange of a hop; its `wait` calls `attend` with the received block."""
+        plan, me = self.plan, self.group.rank
+        # In the first hop for all ranks, which read one copy, where they read it in place.
+        hops = [hop] if not self.is_ahead else range(1, plan.last + 1) if hop == 1 else []
+        sends = {me + each: self._sent.get(plan.sent[each]) for each in hops}
+        read = functools.partial(attend, hop)
+        return self.exchange(sends, me - hop, plan.received[hop], self.own[0].dtype, read)
 
-    def swap(self, leaving: Tensor | None, to: int, arriving: Sequence[tuple[int, Tensor | None]]) -> Work:
-        """Start sending `leaving` to rank `to` and receiving into the given memory from each rank in `arriving`."""
-        sends: list[Tensor | None] = [None] * self.size
-        receives: list[Tensor | None] = [None] * self.size
-        sends[to % self.size] = leaving
-        for source, memory in arriving:
-            if memory is not None:
-                receives[source % self.size] = memory
-        return self.group.start_exchange(sends, receives)
+    def exchange(
+        self, sends: Mapping[int, Any], source: int, span: Span, dtype: Any, read: Callable[[Block], object]
+    ) -> Work:
+        """Start sending pairs of tensors to ranks, and receiving one for a span of tokens, which `wait` reads."""
+        size = self.group.size
+        leaving: list[Any] = [None] * size
+        receives: list[Tensor | None] = [None] * size
+        # Keys and values are one message: half the latency of two.
+        for target, pair in sends.items():
+            leaving[target % size] = pair
+        shapes = [(*x.shape[:2], span[1] - span[0], x.shape[3]) for x in self.own]
+        if span[1] > span[0]:
+            receives[source % size] = empty_message(self.platform, shapes, dtype)
 
+        def read_pair(_: int, message: Tensor) -> None:
+            first, second = unpack(self.platform, message, shapes)
+            read((first, second))
 
-def _forward(ring: _Ring, q: Tensor, options: Options) -> Block:
-    """Return attention and its log-sum-exp. In hop h this rank computes on the block of rank me - h."""
-    me, reach = ring.rank, ring.plan.reach
-    here: Tensor | None = ring.own
-    found = PartialAttention(ring.platform, q, ring.block(ring.own, me)[1])
-    for hop in range(max(reach) + 1):
-        work: Work = DONE
-        coming: Tensor | None = None
-        # Started before the attention over the present block, so that the next block is sent meanwhile.
-        if hop < max(reach):
-            owner = (me - hop - 1) % ring.size
-            if reach[owner] > hop:
-                coming = empty_message(ring.platform, ring.shapes(owner), ring.dtype)
-            # A block is sent no further than to the last rank that sees one of its keys.
-            leaving = here if reach[(me - hop) % ring.size] > hop else None
-            work = ring.swap(leaving, me + 1, [(me - 1, coming)])
-        plan = ring.plan.plans[hop]
-        if not is_empty(plan):
-            assert here is not None
-            found.add(*ring.block(here, me - hop), plan, options.of_keys(ring.indices(me - hop)))
-        # Only now, after computing: this hop was hidden behind the block above.
-        work.wait()
-        here = coming
-    return found.total()
+        return self.group.start_exchange(leaving, receives, read_pair)
 
 
-def _backward(ring: _Ring, grads: AttentionGrads, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values. The own block is computed during the first hop."""
-    me, size = ring.rank, ring.size
-    last = max(ring.plan.back_reach)
-    coming, arrival = _next_block(ring, ring.own, 0)
-    # The own block needs no communication, so it overlaps with the first hop.
-    own = grads.add(*ring.block(ring.own, me), ring.plan.plans[0], options.of_keys(ring.indices(me)))
-    sums = _GradientSums(ring)
-    for hop in range(1, last + 1):
-        arrival.wait()
-        here = coming
-        coming, arrival = _next_block(ring, here, hop)
-        plan = ring.plan.plans[size - hop]
-        found = None
-        if not is_empty(plan):
-            found = grads.add(*ring.block(here, me + hop), plan, options.of_keys(ring.indices(me + hop)))
-        sums.pass_on(hop, found)
-    # Waits for the last message: the sum of this rank's keys over all other ranks.
-    others = sums.own_total()
-    d_k, d_v = own.full() if others is None else own.added_to(ring.block(others, me))
-    return grads.of_queries(), d_k, d_v
-
-
-def _next_block(ring: _Ring, here: Tensor | None, hop: int) -> tuple[Tensor | None, Work]:
-    """Start sending the present block to the previous rank and receiving the next one; return its memory and work."""
-    me, reach = ring.rank, ring.plan.back_reach
-    if hop >= max(reach):
-        return None, DONE
-    owner = (me + hop + 1) % ring.size
-    coming = empty_message(ring.platform, ring.shapes(owner), ring.dtype) if reach[owner] > hop else None
-    leaving = here if reach[(me + hop) % ring.size] > hop else None
-    return coming, ring.swap(leaving, me - 1, [(me + 1, coming)])
+_ALL_ROWS = Rows(0, None, ())
 
 
 class _GradientSums:
-    """Sums of the gradients of keys and values, which follow their blocks around the ring and end at the owners.
+    """Gradients of keys and values: other ranks' are returned to them, and the own ones are summed over the ranks.
 
-    After backward hop h this rank adds to the sum of the block of rank me + h and sends it to the previous rank, or to
-    the block's owner if it is the last rank that used the block. The sum from the next rank is received meanwhile.
+    Attributes:
+        found: the gradients of the present hop's block; None: this rank does not use it.
     """
 
     def __init__(self, ring: _Ring) -> None:
-        self.ring = ring
-        self._work: Work = DONE
-        self._coming: Tensor | None = None
-        self._own: Tensor | None = None
-        self._sent: Tensor | None = None
+        self._ring, self.found = ring, cast("SpanTensors | None", None)
+        self._total = sums_of(ring.platform, *ring.own)
+        self._works: deque[Work] = deque()
 
-    def pass_on(self, hop: int, grads: SpanTensors | None) -> None:
-        """Add this rank's gradients of the present block (None: it is not used) to its sum, and send that on."""
-        ring, plan, me = self.ring, self.ring.plan, self.ring.rank
-        self._work.wait()
-        total = self._coming
-        if grads is not None:
-            total = self._added(total, grads, me + hop)
-        owner, following = (me + hop) % ring.size, (me + hop + 1) % ring.size
-        # The last rank that used a block sends its sum to the owner directly, instead of around the rest of the ring.
-        to = owner if plan.back_reach[owner] == hop else me - 1
-        is_sent = plan.back_first[owner] and plan.back_first[owner] <= hop <= plan.back_reach[owner]
-        # Referenced until the exchange, which reads this memory, is over.
-        self._sent = total if is_sent else None
-        is_received = plan.back_first[following] and plan.back_first[following] <= hop < plan.back_reach[following]
-        self._coming = self._memory(following) if is_received else None
-        arriving = [(me + 1, self._coming)]
-        if plan.back_reach[me] == hop:
-            self._own = self._memory(me)
-            arriving.append((me - hop, self._own))
-        self._work = ring.swap(self._sent, to, arriving)
+    def exchange(self, hop: int) -> None:
+        """Start returning the present gradients to the block's owner, and receiving those of the own block."""
+        ring, (found, self.found) = self._ring, (self.found, None)
+        grads = None if found is None else found.full()
+        if hop == 0:
+            assert grads is not None
+            self._total.add(_ALL_ROWS, 0, ring.own[0].shape[2], grads)
+            return
+        me, span = ring.group.rank, ring.plan.sent[hop]
+        read = functools.partial(self._total.add, _ALL_ROWS, *span)
+        # In float32, in which they are summed: 16 bits would lose small contributions.
+        dtype = accumulator_dtype(ring.platform, ring.own[0])
+        self._works.append(ring.exchange({me - hop: grads}, me + hop, span, dtype, read))
+        # Only the last two hops' gradients take memory. Where hops are started ahead, they are in shared memory.
+        while len(self._works) > 1 and not ring.is_ahead:
+            self._works.popleft().wait()
 
-    def _added(self, total: Tensor | None, grads: SpanTensors, owner: int) -> Tensor:
-        """Return `total`, a message, with the gradients of one more rank added.
-
-        It is float32 on the wire too: the sum is rounded at every hop, and 16 bits would lose small contributions.
-        """
-        # The first rank that uses a block starts its sum.
-        if total is None:
-            return pack(self.ring.platform, grads.full())
-        known = self.ring.block(total, owner)
-        sums = grads.added_to(known)
-        is_in_place = all(x is y for x, y in zip(sums, known, strict=True))
-        return total if is_in_place else pack(self.ring.platform, sums)
-
-    def own_total(self) -> Tensor | None:
-        """Return the sum for this rank's own block over all other ranks; None if no other rank used the block."""
-        self._work.wait()
-        return self._own
-
-    def _memory(self, owner: int) -> Tensor:
-        return empty_message(self.ring.platform, self.ring.shapes(owner), self.ring.accumulator)
+    def total(self) -> Block:
+        """Wait for the gradients of the own block, and return their sums over all ranks."""
+        while self._works:
+            self._works.popleft().wait()
+        d_k, d_v = self._total.full()
+        return d_k, d_v

@@ -120,6 +120,29 @@ def check_exchange(name: str | Platform, dtype: str) -> None:
                     assert_values(platform, received, _message(dtype, rows, i, group.rank), f"from {i}")
 
 
+def check_exchange_of_sequences(name: str | Platform, dtype: str) -> None:
+    """Check messages of several tensors, which `wait` reads."""
+    platform = get_platform(name)
+    for group in groups(platform):
+        others = [j for j in range(group.size) if j != group.rank]
+        for rows in _splits(group.size):
+            sends: list[Any] = [None] * group.size
+            receives: list[Any] = [None] * group.size
+            for j in others:
+                message = tensor(platform, _message(dtype, rows, group.rank, j), dtype)
+                sends[j] = [message, message]
+                receives[j] = platform.empty((4 * rows[j, group.rank],), platform.dtype(dtype))
+            read = []
+
+            def check(j: int, message: Any, rows: Any = rows, read: list[int] = read) -> None:
+                expected = _message(dtype, rows, j, group.rank).reshape(-1)  # noqa: B023 - called in this round
+                assert_values(platform, message, np.concatenate([expected, expected]), f"from {j}")
+                read.append(j)
+
+            group.start_exchange(sends, receives, check).wait()
+            assert sorted(read) == [j for j in others if rows[j, group.rank]]
+
+
 def check_broadcast(name: str | Platform, dtype: str) -> None:
     platform = get_platform(name)
     for group in groups(platform):
@@ -190,7 +213,14 @@ def test_ranks_are_numbered(ranks: Ranks) -> None:
 
 
 REDUCTION_CHECKS = (check_all_reduce, check_reduce_scatter)
-MOVE_CHECKS = (check_all_gather, check_all_to_all, check_exchange, check_broadcast, check_messages)
+MOVE_CHECKS = (
+    check_all_gather,
+    check_all_to_all,
+    check_exchange,
+    check_exchange_of_sequences,
+    check_broadcast,
+    check_messages,
+)
 
 
 def test_reductions(
