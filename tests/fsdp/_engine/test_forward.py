@@ -526,6 +526,39 @@ def test_small_parameters_need_no_collective_of_their_own_in_forward(hp_platform
     run_ranks(rank, 2, hp_platform)
 
 
+def test_hooks_of_users_see_full_parameters(hp_platform):
+    """Those added after `fully_shard` too, before and after the forward. Gradients flow through what they return."""
+    ops = hp_platform.ops
+
+    def scale_input(module, args, kwargs):
+        return (ops.mul(args[0], ops.sum(module.weight)), *args[1:]), kwargs
+
+    def scale_output(module, args, kwargs, output):
+        return ops.mul(output, ops.sum(module.weight))
+
+    def losses(model, ranks):
+        for module in (model.a, model.last):
+            hp_platform.add_forward_pre_hook(module, scale_input, prepend=True)
+            hp_platform.add_forward_hook(module, scale_output)
+        return [ops.div(loss(hp_platform, model, rank, 0), len(ranks)) for rank in ranks]
+
+    expected = gradients(hp_platform, in_turn, lambda model: losses(model, [0, 1]))
+
+    def program():
+        model, mesh = build_net(hp_platform, in_turn), mesh_of(hp_platform, 2)
+        for module in (model.a, model.b, model.last, model):
+            fully_shard(module, mesh)
+        (own,) = losses(model, [current_world(hp_platform).rank])
+        hp_platform.backward(own)
+        found = full_grads(hp_platform, model)
+        for name, grad in expected.items():
+            if grad is not None:
+                numpy.testing.assert_allclose(found[name], grad, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert not any(held_bytes(model))
+
+    run_ranks(program, 2, hp_platform)
+
+
 def test_other_entry_points_below_the_root(hp_platform):
     """pytorch#125394: a method other than forward found sharded parameters."""
 

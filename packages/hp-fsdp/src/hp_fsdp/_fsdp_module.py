@@ -428,14 +428,9 @@ def register_fsdp_forward_method(module: Module, method_name: str) -> None:
             "body runs after the call has returned; register the methods that it calls"
         )
 
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        changed = state.pre_forward(module, args, kwargs)
-        args, kwargs = changed if changed is not None else (args, kwargs)
-        return state.post_forward(module, args, kwargs, method(*args, **kwargs))
-
     @functools.wraps(method)
     def sharded(*args: Any, **kwargs: Any) -> Any:
-        return state.call(module, hooked, args, kwargs)
+        return state.call(module, method, args, kwargs)
 
     # Not by the framework's own `__setattr__`, which is for parameters and modules.
     object.__setattr__(module, method_name, sharded)

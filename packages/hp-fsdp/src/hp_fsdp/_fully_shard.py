@@ -384,7 +384,7 @@ def _buckets(
 
 
 def _install(group: ParameterGroup, mp_policy: MixedPrecisionPolicy) -> None:
-    """Set the sharded parameters, the state and its hooks, and the methods of `FSDPModule` on the modules."""
+    """Set the sharded parameters, the state, and the methods of `FSDPModule` on the modules."""
     # The modules hold unsharded parameters, the original ones. `use_sharded` replaces them.
     group.uses_unsharded = True
     group.use_sharded()

@@ -341,7 +341,7 @@ class BackwardSchedule:
     def _is_computing(self, group: ParameterGroup) -> bool:
         """Return True if this backward runs inside of a forward of the group, which may differentiate its output."""
         # `in_forward` is also true after a forward whose other modules have not been called.
-        return group.in_forward and (self._context.root_module is not None or bool(group.forward_depth))
+        return group.in_forward and (self._context.root_module is not None or bool(group.running))
 
     # The end of a backward -------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""The forward of a model: the hooks on its modules, and what each group does before and after their forwards.
+"""The forward of a model: the calls of its modules, and what each group does before and after their forwards.
 
-`FSDPState` is what `fully_shard` sets on a module. Its hooks cast inputs and outputs and call `ForwardSchedule`, which
-one model shares: `pre_forward` unshards a group and makes its autograd nodes, `post_forward` announces its backward and
-frees it.
+`FSDPState` is what `fully_shard` sets on a module. Its `call` casts inputs and outputs and calls `ForwardSchedule`,
+which one model shares: `pre_forward` unshards a group and makes its autograd nodes, `post_forward` announces its
+backward and frees it.
 """
 
 from __future__ import annotations
@@ -279,23 +279,34 @@ class FSDPState:
         self._not_called = self.modules  # replaced, never changed in place
 
     def install(self) -> None:
-        """Set this state and its hooks on the modules."""
+        """Set this state on the modules."""
         for module in self.modules:
             object.__setattr__(module, STATE_ATTRIBUTE, self)
-            # First of all pre-hooks, so that the user's hooks see unsharded parameters.
-            self.platform.add_forward_pre_hook(module, self.pre_forward, prepend=True)
-            self.platform.add_forward_hook(module, self.post_forward)
 
-    # Hooks -----------------------------------------------------------------------------------------------
+    # Calls -----------------------------------------------------------------------------------------------
 
-    def pre_forward(
-        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def call(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Call `forward` of one of the modules with unsharded parameters. Reset the group if it raises."""
+        # Not by hooks, so that those of users see unsharded parameters, and what they return is an output like others.
+        running, key = self.group.running, id(module)
+        if key in running:
+            # Only the outermost forward counts if a forward calls the module itself, or a registered method of it.
+            return forward(*args, **kwargs)
+        running.add(key)
+        try:
+            args, kwargs = self._pre_forward(module, args, kwargs)
+            return self._post_forward(module, forward(*args, **kwargs))
+        except BaseException:
+            self._not_called = self.modules
+            if self.schedule is not None and not self.group.in_gathered_step:
+                self.schedule.fail(self.group)
+            raise
+        finally:
+            running.discard(key)
+
+    def _pre_forward(self, module: Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Unshard the group, and cast the inputs."""
-        # Only the outermost forward counts if a forward calls the module itself, or a registered method of it.
         group = self.group
-        if group.forward_depth.get(id(module), 0) > 1:
-            return None
         if not group.in_gathered_step:
             was_in_forward = group.in_forward
             schedule = self.schedule if self.schedule is not None else self._become_root()
@@ -304,14 +315,11 @@ class FSDPState:
                 self._not_called = self.modules
         if self.mp_policy.cast_forward_inputs and self.mp_policy.param_dtype is not None:
             args, kwargs = self._cast((args, kwargs), self.mp_policy.param_dtype)
-            return args, kwargs
-        return None
+        return args, kwargs
 
-    def post_forward(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _post_forward(self, module: Module, output: Any) -> Any:
         """Cast the outputs, register the hooks for their backward, and reshard the group."""
         group = self.group
-        if group.forward_depth.get(id(module), 0) > 1:
-            return output
         if self.mp_policy.output_dtype is not None:
             output = self._cast(output, self.mp_policy.output_dtype)
         if group.in_gathered_step:
@@ -324,23 +332,6 @@ class FSDPState:
             return output
         replacements = {id(before): after for before, after in zip(outputs, watched, strict=True)}
         return map_tensors(output, self.platform.Tensor, lambda x: replacements.get(id(x), x))
-
-    def call(self, module: Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Call `forward`, which calls the hooks. Count it while it runs, and reset the group if it raises."""
-        depth, key = self.group.forward_depth, id(module)
-        depth[key] = depth.get(key, 0) + 1
-        try:
-            return forward(*args, **kwargs)
-        except BaseException:
-            if depth[key] == 1:
-                self._not_called = self.modules
-                if self.schedule is not None and not self.group.in_gathered_step:
-                    self.schedule.fail(self.group)
-            raise
-        finally:
-            depth[key] -= 1
-            if not depth[key]:
-                del depth[key]
 
     def _is_last(self, module: Module) -> bool:
         """Return True if every module of the group has now been called, in any order."""

@@ -154,7 +154,7 @@ class ParameterGroup:
         start_event, end_event: its events in a pass.
         in_gathered_step: a `GatheredStep` keeps the parameters unsharded. Hooks leave the group alone.
         in_forward: the forward of one of its modules has started, and not all of its modules have ended theirs.
-        forward_depth: number of running forwards of each of its modules, by the module's id.
+        running: ids of those of its modules whose forward runs.
         unsharded_after_forward: the last forward has left full parameters (or parts of them) for a backward.
         use: the use of the parameters in the current forward pass, until its backward. None outside.
         summon_depth: number of `summon_full_params` blocks that are open.
@@ -182,7 +182,7 @@ class ParameterGroup:
         self.start_event, self.end_event = Event(self, is_end=False), Event(self, is_end=True)
         self.in_gathered_step = False
         self.in_forward = False
-        self.forward_depth: dict[int, int] = {}
+        self.running: set[int] = set()
         self.unsharded_after_forward = False
         self.use: ParameterUse | None = None
         self.summon_depth = 0
