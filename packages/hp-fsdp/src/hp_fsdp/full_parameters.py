@@ -108,7 +108,7 @@ class _Summoned:
                 buffer.shard_group.all_gather_into(full, buffer.gathering.shard_on_device())
                 summoned.append(full)
                 pairs = zip(buffer.layout.offsets, buffer.parameters, strict=True)
-                views.append([self._view(full, offset, parameter) for offset, parameter in pairs])
+                views += [self._view(full, offset, parameter) for offset, parameter in pairs]
             self._group.use_unsharded(views)
             self._group.summoned_buffers = summoned
         self._group.summon_depth += 1

@@ -333,7 +333,7 @@ class ProcessGroup(ABC):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Return every rank's `data` (of any length) in rank order. For small host data such as JSON."""
-        self._count("all_gather_bytes")
+        self._record("all_gather_bytes")
         if self.size == 1:
             return [data]
         return self._counted(self._all_gather_bytes, data)
@@ -344,7 +344,7 @@ class ProcessGroup(ABC):
         On torch and between simulated ranks it does not share a channel with the collectives of tensors, so that both
         can run at once. On MindSpore's CPU it is finished when this returns.
         """
-        self._count("all_gather_bytes")
+        self._record("all_gather_bytes")
         if self.size == 1:
             return GatheredBytes([data])
         # Some backends gather before they return.
@@ -411,14 +411,13 @@ class ProcessGroup(ABC):
         self.platform.copy_(output, x if tuple(x.shape) == shape else self.platform.ops.reshape(x, shape))
         return DONE
 
-    def _count(self, name: str) -> None:
+    def _record(self, name: str, wire_bytes: float | None = None) -> None:
+        """Count a collective. With `wire_bytes` add it to the open logs too."""
         # Counted before the call, so that after a hang the last call is the one that hangs.
         self.num_calls += 1
         self.last_call = name
-
-    def _record(self, name: str, wire_bytes: float) -> None:
-        self._count(name)
-        add_record(self.platform, name, self.ranks, wire_bytes)
+        if wire_bytes is not None:
+            add_record(self.platform, name, self.ranks, wire_bytes)
 
     def _record_shards(self, name: str, full: Tensor, shard: Tensor) -> None:
         """Check the sizes of a full buffer and of a rank's shard of it, and record the collective between them."""

@@ -60,7 +60,7 @@ class RootContext:
         self.backward: BackwardRun | None = None
         self._buffers = [buffer for group in self.groups for buffer in group.buffers]
         self._reading_host = [buffer.gathering for buffer in self._buffers if buffer.offload.parameters]
-        self._owners = [owner for group in self.groups for owners in group.owners for owner in owners]
+        self._owners = [owner for group in self.groups for owner in group.owners]
         self._synced: list[Any] = []
 
     def start_pass(self) -> None:

@@ -63,7 +63,7 @@ class FlatBuffer:
         without_memory: the sharded parameters without elements.
         full_is_shard: a single shard that needs no cast is the full buffer itself: nothing is gathered or freed.
         parameters: the parameters, in the order of the layout's blocks.
-        sharded, leaves: their two forms, as lists; see `FSDPParameter`.
+        sharded, views, leaves: their forms, as lists; see `FSDPParameter`.
         versions: version counters of the parameters.
         extension: the gather that the class of the only parameter defines. The full buffer is then never filled.
         gathering: fills and frees the full buffer.
@@ -105,7 +105,6 @@ class FlatBuffer:
         self._allocate_full()
         self.parameters = [self._shard_parameter(index, each, mesh_info) for index, each in enumerate(originals)]
         self.sharded = [parameter.sharded for parameter in self.parameters]
-        self.leaves = [parameter.leaf for parameter in self.parameters]
         self._free_full()
         self.versions = ParameterVersions(storage, self.parameters)
         self.gathering = (make_gathering or Gathering)(self)
@@ -153,6 +152,8 @@ class FlatBuffer:
 
     def _free_full(self) -> None:
         """Free the memory of the full buffer, and record the address of each parameter in the shard."""
+        self.views = [parameter.view for parameter in self.parameters]
+        self.leaves = [parameter.leaf for parameter in self.parameters]
         # Only now that all views exist: making a view of a released buffer would allocate it again.
         if not self.full_is_shard:
             self.storage.release(self.full)
@@ -250,8 +251,7 @@ class FlatBuffer:
         Returns:
             The next token, and all unsharded parameters: those of `indices` come from the node, the others are leaves.
         """
-        views = [self.parameters[i].view for i in indices]
-        token, outputs = self.storage.gather_node(token, views, backward)
+        token, outputs = self.storage.gather_node(token, [self.views[index] for index in indices], backward)
         unsharded = self.leaves.copy()
         for index, output in zip(indices, outputs, strict=True):
             spec = self.parameters[index].full_spec
@@ -356,7 +356,6 @@ class FlatBuffer:
             self.storage.put_data(parameter.sharded, local)
             if self.grad_dtype != dtype:
                 self.storage.set_grad_dtype(parameter.sharded, self.grad_dtype)
-        self.leaves = [parameter.leaf for parameter in self.parameters]
         self._free_full()
 
     def copy_moved(self) -> list[str]:

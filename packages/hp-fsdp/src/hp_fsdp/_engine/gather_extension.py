@@ -121,7 +121,7 @@ class ExtensionGathering(Gathering):
         if parameter.view is not unsharded:
             self._platform.set_requires_grad(unsharded, self._platform.requires_grad(parameter.leaf))
             parameter.view = parameter.leaf = unsharded
-            self._buffer.leaves = [unsharded]
+            self._buffer.views = self._buffer.leaves = [unsharded]
             self._held = [*self._gathered, *self._extension.inner_tensors()]
 
     def release(self) -> None:

@@ -57,8 +57,9 @@ class GatheredStep:
 
     def collect_gradients(self) -> None:
         """Add the leaves' gradients to those of earlier micro-batches, in the dtype of the reduction."""
-        for group in self._context.groups:
-            for buffer in group.buffers:
+        # Gradients of a backward with `create_graph` require gradients.
+        with self._context.platform.no_grad():
+            for buffer in (buffer for group in self._context.groups for buffer in group.buffers):
                 # Buffers of frozen parameters have no gradients.
                 if any(buffer.require_grad_flags()):
                     buffer.gradients.collect((), ())

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.world import current_world
 from hp_dtensor.platform.recording import located
 from hp_dtensor.spec.rank_checks import is_checking
-from hp_fsdp._engine.flat_buffer import FlatBuffer
+from hp_fsdp._engine.flat_buffer import FlatBuffer, Gathering
 from hp_fsdp._engine.rank_checks import CallOrder, check_same_action, communicate
 from hp_fsdp.exceptions import FSDPStateError
 from hp_fsdp.storage import Gradients, ParameterStorage
@@ -117,7 +118,7 @@ class ParameterUse:
 
     Attributes:
         forward_pass: the `ForwardPass` that it belongs to. None: a recomputation during backward.
-        unsharded: the tensors that the modules compute with, per buffer.
+        unsharded: the tensors that the modules compute with, one per parameter of the group.
         indices: the indices of the trainable parameters of each buffer that has some.
         pending: buffers whose autograd node has not run in the current backward.
         versions: version counters of the parameters that the forward computed with, for each buffer in `indices`.
@@ -125,7 +126,7 @@ class ParameterUse:
 
     def __init__(self, forward_pass: object | None) -> None:
         self.forward_pass = forward_pass
-        self.unsharded: list[list[Tensor]] = []
+        self.unsharded: list[Tensor] = []
         self.indices: dict[FlatBuffer, list[int]] = {}
         self.pending: list[FlatBuffer] = []
         self.versions: dict[FlatBuffer, list[int]] = {}
@@ -159,7 +160,7 @@ class ParameterGroup:
         use: the use of the parameters in the current forward pass, until its backward. None outside.
         summon_depth: number of `summon_full_params` blocks that are open.
         summoned_buffers: the flat full buffers that those blocks have gathered.
-        owners: for each buffer every (module, attribute) that holds one of its parameters.
+        owners: every (module, attribute) that holds one of its parameters.
         num_conversions: how often buffers have been converted to another dtype.
         forward_prefetch, backward_prefetch: groups to prefetch. None: the next ones in recorded order.
     """
@@ -191,13 +192,12 @@ class ParameterGroup:
         self.backward_prefetch: list[ParameterGroup] | None = None
         self.num_conversions = 0
         self._may_be_uninitialized = True
-        self._sharded = [buffer.sharded for buffer in self.buffers]
         self._gatherings = [buffer.gathering for buffer in self.buffers]
+        parameters = [parameter for buffer in self.buffers for parameter in buffer.parameters]
         # Tied parameters have several owners. `_owned` are the indices of the parameters that the owners hold.
-        self.owners = [[owner for each in buffer.parameters for owner in each.owners] for buffer in self.buffers]
-        self._owned = [
-            [index for index, each in enumerate(buffer.parameters) for _ in each.owners] for buffer in self.buffers
-        ]
+        self.owners = [owner for each in parameters for owner in each.owners]
+        self._owned = [index for index, each in enumerate(parameters) for _ in each.owners]
+        self._sharded = [each.sharded for each in parameters for _ in each.owners]
         for buffer in self.buffers:
             buffer.gathering.retains_full = settings.retains_full
             names = [parameter.name for parameter in buffer.parameters]
@@ -240,12 +240,7 @@ class ParameterGroup:
         if self.state is GroupState.SHARDED or self.state is GroupState.SHARDED_AFTER_FORWARD:
             if is_checking():
                 self.check_same_action("gathers")
-            try:
-                for gathering in self._gatherings:
-                    communicate(self, "gather parameters", gathering.start)
-            except BaseException:
-                self._abandon_gathers()
-                raise
+            self._gather(methodcaller("start"))
             self.state = GroupState.GATHERING
 
     def unshard(self) -> None:
@@ -257,22 +252,22 @@ class ParameterGroup:
     def wait_for_unshard(self) -> None:
         """Wait for a running gather."""
         if self.state is GroupState.GATHERING:
-            try:
-                for gathering in self._gatherings:
-                    communicate(self, "gather parameters", gathering.wait)
-            except BaseException:
-                self._abandon_gathers()
-                raise
+            self._gather(methodcaller("wait"))
             self.state = GroupState.UNSHARDED
 
-    def _abandon_gathers(self) -> None:
-        """Release all buffers, because a gather of one of them has failed."""
-        for gathering in self._gatherings:
-            # Others may have a running collective, which writes memory that is freed next.
-            with contextlib.suppress(RuntimeError):
-                gathering.wait()
-            gathering.release()
-        self.state = GroupState.SHARDED
+    def _gather(self, step: Callable[[Gathering], None]) -> None:
+        """Start the gathers of all buffers, or wait for them. If one fails, release all buffers."""
+        try:
+            for gathering in self._gatherings:
+                communicate(self, "gather parameters", step, gathering)
+        except BaseException:
+            for gathering in self._gatherings:
+                # Others may have a running collective, which writes memory that is freed next.
+                with contextlib.suppress(RuntimeError):
+                    gathering.wait()
+                gathering.release()
+            self.state = GroupState.SHARDED
+            raise
 
     def reshard(self) -> None:
         """Free the full parameters. Raises `FSDPStateError` while the modules compute with them."""
@@ -324,9 +319,13 @@ class ParameterGroup:
 
     # The parameters that the modules hold ----------------------------------------------------------------
 
-    def use_unsharded(self, unsharded: Sequence[Sequence[Tensor]] | None = None) -> None:
-        """Set the unsharded parameters as attributes of the modules: those given per buffer, or else the leaves."""
-        self._set_parameters([buffer.leaves for buffer in self.buffers] if unsharded is None else unsharded)
+    def use_unsharded(self, unsharded: Sequence[Tensor] | None = None) -> None:
+        """Set the unsharded parameters as attributes of the modules: those given, or else the leaves."""
+        if unsharded is None:
+            unsharded = [leaf for buffer in self.buffers for leaf in buffer.leaves]
+        if len(self.owners) > len(unsharded):
+            unsharded = [unsharded[index] for index in self._owned]
+        self.storage.set_parameters(self.owners, unsharded)
         # The fill of the buffer has counted as a write. It must not be reported as one of the forward.
         for buffer in self.buffers if self.storage.counts_filling else ():
             buffer.names_written_unsharded()
@@ -337,13 +336,8 @@ class ParameterGroup:
         # Also the end of a forward that has raised.
         self.in_forward = False
         if self.uses_unsharded:
-            self._set_parameters(self._sharded)
+            self.storage.set_parameters(self.owners, self._sharded)
             self.uses_unsharded = False
-
-    def _set_parameters(self, by_buffer: Sequence[Sequence[Tensor]]) -> None:
-        for owners, owned, tensors in zip(self.owners, self._owned, by_buffer, strict=True):
-            each = tensors if len(owned) == len(tensors) else [tensors[index] for index in owned]
-            self.storage.set_parameters(owners, each)
 
     def make_use(
         self, token: Tensor, forward_pass: object | None, post_backward: PostBackward
@@ -368,8 +362,8 @@ class ParameterGroup:
                 backward = located(partial(post_backward, self, use, buffer))
                 token, unsharded = buffer.gather_node(token, indices, backward)
             else:
-                unsharded = list(buffer.leaves)
-            use.unsharded.append(unsharded)
+                unsharded = buffer.leaves
+            use.unsharded += unsharded
         return token, use if use.pending else None
 
     # Checks ----------------------------------------------------------------------------------------------

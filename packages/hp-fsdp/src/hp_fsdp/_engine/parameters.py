@@ -469,7 +469,11 @@ class ParameterVersions:
         self.at_gather: list[int] = []
         self._at_accumulation: list[int] = []
         self.num_conversions = 0
-        self._unsharded_writes = self._count_unsharded_writes()
+        self._watch_views()
+
+    def _watch_views(self) -> None:
+        self._views = [parameter.view for parameter in self._parameters]
+        self._unsharded_writes = self._storage.versions(self._views)
 
     def now(self) -> list[int]:
         """Return the current counter of each sharded parameter."""
@@ -481,7 +485,7 @@ class ParameterVersions:
         """Count a conversion to another dtype as a write of every parameter."""
         # It replaces the data of the parameters, which frameworks do not count.
         self.num_conversions += 1
-        self._unsharded_writes = self._count_unsharded_writes()
+        self._watch_views()
 
     def mark_accumulation(self) -> None:
         """Record the counters of the values to which accumulated gradients belong."""
@@ -498,11 +502,8 @@ class ParameterVersions:
         Such a write is lost when the full buffer is freed. Where the platform counts the fill of a buffer as a write
         (`counts_filling`), the caller calls this once after each gather and ignores the result.
         """
-        before, self._unsharded_writes = self._unsharded_writes, self._count_unsharded_writes()
+        before, self._unsharded_writes = self._unsharded_writes, self._storage.versions(self._views)
         if before == self._unsharded_writes:
             return []
         counted = zip(self._parameters, before, self._unsharded_writes, strict=True)
         return [parameter.name for parameter, old, new in counted if old != new]
-
-    def _count_unsharded_writes(self) -> list[int]:
-        return self._storage.versions([parameter.view for parameter in self._parameters])

@@ -71,7 +71,7 @@ class TorchParameterStorage(ParameterStorage):
     part = view
 
     def write(self, buffer: Tensor, places: Sequence[Place], tensors: Sequence[Tensor | None]) -> None:
-        with NoGrad(), LocalOperations():
+        with LocalOperations():
             pieces = None if _in_mode() else _pieces(buffer, places, tensors)
             if pieces is not None:
                 torch.cat(pieces, out=buffer)
@@ -119,7 +119,7 @@ class TorchParameterStorage(ParameterStorage):
             target.add_(x)
 
     def scale_(self, target: Tensor, factor: float) -> None:
-        target.mul_(factor if _in_mode() else _scalar(factor))
+        target.mul_(factor if _in_mode() else _scalar(factor, target.dtype))
 
     def zero_(self, target: Tensor) -> None:
         with NoGrad():
@@ -357,7 +357,7 @@ def _pieces(buffer: Tensor, places: Sequence[Place], tensors: Sequence[Tensor | 
         if x is None and numel <= _GAP:
             pieces.append(_zeros(numel, dtype, buffer.device))
         elif x is not None and x.dtype is dtype and not outer_dim and x.is_contiguous():
-            pieces.append(x.view(-1))
+            pieces.append(x if x.ndim == 1 else x.view(-1))
         else:
             return None
     return pieces
@@ -369,9 +369,10 @@ _in_mode = torch._C._len_torch_dispatch_stack
 
 
 @functools.lru_cache(maxsize=4096)
-def _scalar(factor: float) -> Tensor:
-    """Return a factor as a tensor, of which torch makes one in each product by a number."""
-    return torch.tensor(factor, dtype=torch.float64, device="cpu")
+def _scalar(factor: float, dtype: torch.dtype) -> Tensor:
+    """Return a factor of a tensor of `dtype` as a tensor, of which torch makes one in each product by a number."""
+    # Of the same dtype where that is the one in which torch multiplies: another one is converted in each product.
+    return torch.tensor(factor, dtype=dtype if dtype is torch.float32 else torch.float64, device="cpu")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -475,7 +476,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> Any:
-        with NoGrad(), LocalOperations():
+        with LocalOperations():
             ctx.complete(grads)
         # The previous node runs without a gradient of its token too: autograd counts edges, not gradients.
         return None, None, None
