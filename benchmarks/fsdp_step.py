@@ -12,7 +12,8 @@ With two ranks it also prints the limit of each: the plain forward and backward 
 optimizer's share of the elements, and the processor time of the bytes that a rank sends and receives, as messages of a
 block's size between idle ranks: over gloo, or for ours as our groups send them. Ranks have a core each, so a transfer
 that is hidden behind products takes its processor time from them, and the three add up. `of limit` is the step time
-over it.
+over it. A last row has the time in which ours waits in collectives, for the other rank too, and the time from the start
+of its last reduce-scatter to the end of the backward: all that an optimizer's step beside that reduction could hide.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -61,13 +62,21 @@ def plain(model: Transformer, device: str) -> nn.Module:
 
 def ours(model: Transformer, device: str) -> nn.Module:
     from hp_dtensor import init_device_mesh
-    from hp_fsdp import fully_shard
+    from hp_fsdp import Communication, fully_shard
+
+    class Timed(Communication):
+        """Records when the last reduce-scatter has started."""
+
+        def reduce_scatter(self, output, gradients, group):
+            model.last_reduction = time.perf_counter()
+            return super().reduce_scatter(output, gradients, group)
 
     platform = connected_platform()
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",), platform=platform)
-    for block in model.blocks:
-        fully_shard(block, mesh)
-    return fully_shard(model, mesh)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh, communication=Timed(platform))
+    model.group = platform.world.all
+    return model
 
 
 def fsdp2(model: Transformer, device: str) -> nn.Module:
@@ -97,7 +106,8 @@ class Measured:
     """Results on rank 0 by contender: seconds of steps, of their forwards and backwards, losses, and peak bytes.
 
     `sent` are the bytes that a rank sends in a step, `link` the processor seconds of a byte sent and one received over
-    gloo, and `our_link` in an exchange of our groups.
+    gloo, and `our_link` in an exchange of our groups. `waits` are those of ours in each step: in collectives, and from
+    the start of the last reduce-scatter to the end of the backward.
     """
 
     steps: dict[str, list[float]]
@@ -107,6 +117,7 @@ class Measured:
     peak: int
     link: float = 0.0
     our_link: float = 0.0
+    waits: list[tuple[float, float]] = field(default_factory=list)
 
 
 def clock(device: str) -> float:
@@ -173,6 +184,7 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
         generator = torch.Generator().manual_seed(1000 * dist.get_rank() + step)
         ids = torch.randint(0, VOCABULARY, (options.batch, options.length + 1), generator=generator).to(device)
         for name, (model, optimizer) in trained.items():
+            waited = model.group.seconds_waited if name == "ours" else 0.0
             dist.barrier()
             start = clock(device)
             loss = cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
@@ -183,6 +195,9 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> Measured:
             if step >= WARM_UP:
                 measured.steps[name].append(clock(device) - start)
                 measured.passes[name].append(middle - start)
+                if name == "ours" and options.ranks > 1:
+                    waits = model.group.seconds_waited - waited, middle - model.last_reduction
+                    measured.waits.append(waits)
             measured.losses[name].append(loss.item())
     measured.peak = peak_bytes(device)
     if dist.get_world_size() == 2:
@@ -225,6 +240,9 @@ def main() -> None:
             f" {peak[name] / 2**20:8.0f} MiB ({peak['ours'] / peak[name]:4.2f}),"
             f" sends {measured.sent[name] / 1e6:5.1f} MB, limit {limit * 1e3:6.1f} ms, of limit {over:4.2f}"
         )
+    if measured.waits:
+        waited, at_end = (statistics.median(values) * 1e3 for values in zip(*measured.waits, strict=True))
+        print(f"ours waits {waited:.1f} ms in collectives; {at_end:.1f} ms from its last reduce-scatter to the end")
     worst = max(abs(a - b) for a, b in zip(measured.losses["ours"], measured.losses["fsdp2"], strict=True))
     print(f"largest difference of a loss between ours and fsdp2: {worst:.1e}")
     print(json.dumps({"seconds": step, "forward_backward_seconds": passes, "peak_bytes": peak}))
