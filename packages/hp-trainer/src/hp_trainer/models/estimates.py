@@ -7,8 +7,8 @@ without `estimates()` is counted on tensors without memory (`hp_trainer.planning
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hp_trainer.models.base import ModelPart
@@ -31,6 +31,7 @@ class MicroBatchShape:
         length: tokens of a sample, over all `cp` ranks.
         dtype: dtype of computation.
         cp_method: `ulysses`, `ring` or `all_gather`; ignored where `cp` is 1.
+        ulysses_degree: how many of the `cp` ranks exchange heads.
         etp: tensor parallel ranks within an expert; None: `tp`.
         splits_tokens: the ranks of `ep` have the same tokens, and each routes some of them (a peer mesh).
         fused_experts: the platform computes all experts in one operation. torch does so on CUDA, and on the CPU in
@@ -39,6 +40,8 @@ class MicroBatchShape:
         ep_chunks: chunks in which they are sent.
         ep_node_size: ranks of a node, for the dispatchers `two_level` and `auto`.
         tp_reshards: of sequences that `tp` ranks gather, each rank saves its shard, and backward gathers again.
+        attention_cost: returns the cost of one layer's attention over `cp` ranks, by the layer's window; None: its
+            exchanges are not counted.
 
     Examples:
         >>> MicroBatchShape(batch=2, length=8, cp=2).tokens
@@ -51,6 +54,7 @@ class MicroBatchShape:
     tp: int = 1
     cp: int = 1
     cp_method: str = "ulysses"
+    ulysses_degree: int = 1
     ep: int = 1
     etp: int | None = None
     splits_tokens: bool = False
@@ -59,6 +63,7 @@ class MicroBatchShape:
     ep_chunks: int = 1
     ep_node_size: int | None = None
     tp_reshards: bool = True
+    attention_cost: Callable[[int | None], ContextCost] | None = field(default=None, compare=False, repr=False)
 
     @property
     def tokens(self) -> float:
@@ -81,7 +86,42 @@ class MicroBatchShape:
         return self.tp if self.etp is None else self.etp
 
 
-# Activations ---------------------------------------------------------------------------------------------
+# Activations and their exchanges --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind over one mesh axis.
+
+    Attributes:
+        axis: an axis of the mesh that `ParallelDims.build_mesh` returns, or several joined by `+`; `ep_inner` and
+            `ep_outer`: ranks of `ep` in one node, and those with the same index in different nodes.
+        collective: the collective's name in `record_collectives`.
+        bytes: bytes that one rank sends to others in all of them together, the mean over ranks.
+        count: number of collectives.
+        overlaps: the collectives run while the rank computes.
+    """
+
+    axis: str
+    collective: str
+    bytes: float
+    count: float
+    overlaps: bool = False
+
+    def times(self, factor: float) -> Traffic:
+        """Return `factor` times as many of these collectives."""
+        return Traffic(self.axis, self.collective, self.bytes * factor, self.count * factor, self.overlaps)
+
+
+def sum_traffic(every: Iterable[Traffic]) -> list[Traffic]:
+    """Return the sums of collectives of one kind over one axis, without those that send nothing."""
+    found: dict[tuple[str, str, bool], list[float]] = {}
+    for each in every:
+        if each.bytes:
+            sums = found.setdefault((each.axis, each.collective, each.overlaps), [0.0, 0.0])
+            sums[0] += each.bytes
+            sums[1] += each.count
+    return [Traffic(axis, name, sums[0], sums[1], overlaps) for (axis, name, overlaps), sums in found.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +140,10 @@ class SavedActivation:
             results of saved kinds.
         flops: operations in forward, which is also the cost of recomputing them.
         operands: bytes of the operands and results of products in forward, which bound the rate of small products.
-        sent: bytes that this rank sends for them in forward. Recomputation sends them again.
+        operations: number of operations in forward.
+        forward: collectives of forward, which recomputation repeats.
+        backward: collectives of backward.
+        regathered: collectives of backward in a block that is not recomputed, where `saved` counts only the shard.
     """
 
     name: str
@@ -110,7 +153,10 @@ class SavedActivation:
     result: float = 0.0
     flops: float = 0.0
     operands: float = 0.0
-    sent: float = 0.0
+    operations: int = 1
+    forward: tuple[Traffic, ...] = ()
+    backward: tuple[Traffic, ...] = ()
+    regathered: tuple[Traffic, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +175,7 @@ class BlockActivations:
         (40, 8)
     """
 
-    tensors: tuple[SavedActivation, ...]
+    tensors: tuple[SavedActivation, ...] = ()
     working: float = 0.0
 
     def saved(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
@@ -175,7 +221,13 @@ class BlockActivations:
 
     def recomputed_sent(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
         """Return the bytes that this rank sends a second time in backward."""
-        return sum(each.sent for each in self._recomputed(recompute))
+        return sum(x.bytes for each in self._recomputed(recompute) for x in each.forward)
+
+    def traffic(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> Iterator[Traffic]:
+        """Yield what this rank sends in forward and backward."""
+        for each in self.tensors:
+            yield from (*each.forward, *each.backward, *(each.regathered if recompute.mode == "none" else ()))
+        yield from (x for each in self._recomputed(recompute) for x in each.forward)
 
     def recomputed_bytes(self, recompute: BlockRecompute = NOTHING_RECOMPUTED) -> float:
         """Return the bytes that backward writes a second time, which bound the time of cheap operations."""
@@ -198,13 +250,15 @@ class ModelActivations:
     Attributes:
         blocks: activations of all blocks of the full model, in order. Blocks of one kind share one object.
         head: activations of the final norm, the head and the loss.
+        embedding: activations of the embedding.
     """
 
     blocks: tuple[BlockActivations, ...]
     head: BlockActivations
+    embedding: BlockActivations = BlockActivations()
 
 
-# Parameters and traffic ----------------------------------------------------------------------------------
+# Parameters ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,30 +276,6 @@ class ModelParameters:
     tied_embedding: tuple[PlannedParameter, ...] = ()
     blocks: dict[int, tuple[PlannedParameter, ...]] = field(default_factory=dict)
     experts: dict[int, tuple[PlannedParameter, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Collectives of one kind over one mesh axis.
-
-    Attributes:
-        axis: an axis of the mesh that `ParallelDims.build_mesh` returns, or several joined by `+`; `ep_inner` and
-            `ep_outer`: ranks of `ep` in one node, and those with the same index in different nodes.
-        collective: the collective's name in `record_collectives`.
-        bytes: bytes that one rank sends to others in all of them together, the mean over ranks.
-        count: number of collectives.
-        overlaps: the collectives run while the rank computes.
-    """
-
-    axis: str
-    collective: str
-    bytes: float
-    count: float
-    overlaps: bool = False
-
-    def times(self, factor: float) -> Traffic:
-        """Return `factor` times as many of these collectives."""
-        return replace(self, bytes=self.bytes * factor, count=self.count * factor)
 
 
 # The interface -------------------------------------------------------------------------------------------
@@ -300,29 +330,10 @@ class ModelEstimates(Protocol):
         """
 
     def activations(self, shape: MicroBatchShape) -> ModelActivations:
-        """Return the activations of one micro-batch."""
-
-    def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
-        """Return the operations of one rank for one micro-batch, forward and backward, nothing recomputed."""
+        """Return the activations of one micro-batch, and what the ranks exchange for them."""
 
     def step_flops(self, samples: int, length: int) -> float:
         """Return the operations of all ranks for so many samples, forward and backward, nothing recomputed."""
-
-    def traffic(
-        self,
-        shape: MicroBatchShape,
-        part: ModelPart,
-        recompute: Sequence[BlockRecompute],
-        attention_cost: Callable[[int | None], ContextCost],
-    ) -> Iterable[Traffic]:
-        """Return what one rank sends in forward and backward of one micro-batch.
-
-        Weights, their gradients and messages between stages are not included.
-
-        Args:
-            recompute: recomputation of each block of the full model.
-            attention_cost: returns the cost of one layer's attention over `cp` ranks, by the layer's window.
-        """
 
 
 def estimates_of(options: Any) -> ModelEstimates | None:

@@ -206,7 +206,7 @@ class MeasuredBlock:
         sizes = MicroBatchShape(batch=self.batch, length=self.length, dtype=self.dtype)
         activations = model.activations(sizes)
         cost = sum_of([LayerCost.of(each, NOTHING_RECOMPUTED) for each in activations.blocks])
-        return Work.of(model.flops(sizes, range(model.num_layers), head=True), cost, activations.head)
+        return Work.of(cost, activations.head)
 
 
 @dataclass(frozen=True, kw_only=True, config=_FIELDS)

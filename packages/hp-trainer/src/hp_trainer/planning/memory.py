@@ -20,7 +20,6 @@ from hp_trainer.planning.shapes import (
     StepShape,
     activations_of,
     full_shapes,
-    recompute_key,
     recompute_of,
 )
 from hp_trainer.planning.traffic import message_bytes
@@ -59,9 +58,9 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, float]:
         """Return the bytes by name."""
-        return {name: value for name, value in vars(self).items() if name != "moment"}
+        return {name: value for name, value in vars(self).items() if name not in ("moment", "total")}
 
-    @property
+    @functools.cached_property
     def total(self) -> float:
         """Sum of all bytes."""
         return sum(self.parts().values())
@@ -222,7 +221,7 @@ def _gathered_in_backward(shape: StepShape, stage: StageBuffers) -> tuple[Any, f
     outer, block = stage.outer.full, stage.blocks.full
     if shape.config.parallel.reshard_after_forward is False:
         # Forward leaves all blocks gathered, and backward frees one after the other.
-        gathered = outer + np.cumsum(block[::-1])[::-1]
+        gathered = outer + block[::-1].cumsum()[::-1]
         return gathered, gathered[0] - outer if len(stage.layers) else 0.0
     gathered, dense = outer + block, block - stage.expert_blocks.full
     if not stage.layers:
@@ -244,7 +243,7 @@ def _gathered_for_step(shape: StepShape, stage: StageBuffers) -> Iterator[tuple[
     for gradients, in_flight in ((0.0, before), (full_gradient, later)):
         # Layouts that differ in the shards of weights alone have the same moments besides the weights.
         owners = shape.pipeline.rank_of_stage
-        key = "in flight", shape.micro_batch_shape, recompute_key(shape), owners, stage.rank, in_flight
+        key = "in flight", shape.activations_key, owners, stage.rank, in_flight
         moments = _in_flight(shape, stage, in_flight)
         moment, held = shape.shared(key, functools.partial(_peak, shape, stage, moments))
         if in_flight.live:
@@ -275,7 +274,9 @@ def _in_flight(shape: StepShape, stage: StageBuffers, in_flight: InFlight) -> It
 
 def _sums_before(blocks: Any) -> Any:
     """Return the sum over all blocks that precede each one in backward, and the sum over all."""
-    return np.append(0.0, np.cumsum(blocks))
+    sums = np.zeros(len(blocks) + 1)
+    blocks.cumsum(out=sums[1:])
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,30 +306,27 @@ def _activations(shape: StepShape, stage: StageBuffers) -> _Activations:
     ends = shape.last_layers(stage.rank)
 
     def compute() -> _Activations:
-        every, kinds = layer_costs(shape), stage.kinds
+        costs = _layer_costs(shape, stage.layers)
         # Backward does not reach some blocks, so autograd saves nothing of them.
-        costs = [
-            LayerCost() if kinds.unreached[kind] else every[layer]
-            for layer, kind in zip(stage.layers, reversed(kinds.of_block.tolist()), strict=True)
-        ]
+        costs[np.array(stage.kinds.unreached, bool)[stage.kinds.of_block[::-1]]] = 0.0
+        costs = LayerCost(*costs.T)
         # Offloaded tensors are on the host between forward and backward, except those of the last block of a stage.
-        pending = [x.saved if layer in ends else x.on_device for layer, x in zip(stage.layers, costs, strict=True)]
-        arrays = [x.saved for x in costs], pending, [x.reusable for x in costs], [x.temporary for x in costs]
-        preceding, most = bytes_in_backward(*(np.array(each, float) for each in arrays))
-        exchanges = shape.dims.cp_enabled and stage.layers
+        pending = np.where([layer in ends for layer in stage.layers], costs.saved, costs.on_device)
+        preceding, most = bytes_in_backward(costs.saved, pending, costs.reusable, costs.temporary)
+        attention_cost = shape.micro_batch_shape.attention_cost if stage.layers else None
         head = activations_of(shape).head
         return _Activations(
             at_backward=most[::-1],
             preceding=preceding[::-1],
-            input=np.array([x.input for x in reversed(costs)], float),
-            pending=sum(pending),
-            for_weights=sum(x.for_weights for x in costs),
-            exchanged=shape.attention_cost().extra_bytes if exchanges else 0.0,
+            input=costs.input[::-1],
+            pending=pending.sum(),
+            for_weights=costs.for_weights.sum(),
+            exchanged=0.0 if attention_cost is None else attention_cost(None).extra_bytes,
             head_saved=head.saved(),
             head_working=head.working,
         )
 
-    key = "stage activations", shape.micro_batch_shape, recompute_key(shape), id(stage.kinds), ends
+    key = "stage activations", shape.activations_key, id(stage.kinds), ends
     return shape.shared(key, compute)
 
 
@@ -341,7 +339,7 @@ def _other_heads(held: _Activations, in_flight: InFlight, stage: StageBuffers) -
 
 
 class LayerCost(NamedTuple):
-    """Activation bytes and repeated work of one block for one micro-batch; blocks of one kind share it.
+    """Activation bytes and work of one block for one micro-batch, or arrays of these with an entry for each block.
 
     Attributes:
         saved, on_device, reusable, temporary, recomputed_flops, recomputed_bytes: results of the methods of
@@ -349,25 +347,26 @@ class LayerCost(NamedTuple):
         saved_by_autograd: bytes that would be saved if nothing were recomputed.
         input: bytes of the block's input.
         for_weights: bytes of output gradients saved between `I` and `W`, where a schedule splits backward.
-        attention_flops: operations of attention in forward, which has no weights.
+        flops, attention_flops: operations in forward, and the part of them for attention, which has no weights.
         recomputed_attention_flops: those that backward repeats.
         operands: bytes of the operands and results of products in forward.
         operations: number of operations in forward.
     """
 
-    saved: float = 0.0
-    on_device: float = 0.0
-    reusable: float = 0.0
-    temporary: float = 0.0
-    saved_by_autograd: float = 0.0
-    input: float = 0.0
-    for_weights: float = 0.0
-    attention_flops: float = 0.0
-    recomputed_attention_flops: float = 0.0
-    operands: float = 0.0
-    operations: float = 0.0
-    recomputed_flops: float = 0.0
-    recomputed_bytes: float = 0.0
+    saved: Any = 0.0
+    on_device: Any = 0.0
+    reusable: Any = 0.0
+    temporary: Any = 0.0
+    saved_by_autograd: Any = 0.0
+    input: Any = 0.0
+    for_weights: Any = 0.0
+    attention_flops: Any = 0.0
+    recomputed_attention_flops: Any = 0.0
+    operands: Any = 0.0
+    operations: Any = 0.0
+    flops: Any = 0.0
+    recomputed_flops: Any = 0.0
+    recomputed_bytes: Any = 0.0
 
     @classmethod
     def of(cls, block: BlockActivations, recompute: BlockRecompute) -> LayerCost:
@@ -383,7 +382,8 @@ class LayerCost(NamedTuple):
             attention_flops=sum(x.flops for x in block.tensors if x.kind == "attention"),
             recomputed_attention_flops=block.recomputed_flops(recompute, "attention"),
             operands=sum(x.operands for x in block.tensors),
-            operations=len(block.tensors),
+            operations=sum(x.operations for x in block.tensors),
+            flops=sum(x.flops for x in block.tensors),
             recomputed_flops=block.recomputed_flops(recompute),
             recomputed_bytes=block.recomputed_bytes(recompute),
         )
@@ -408,11 +408,12 @@ class Work(NamedTuple):
     operations: float
 
     @classmethod
-    def of(cls, flops: float, cost: LayerCost, head: BlockActivations | None) -> Work:
-        """Return the work of blocks with these operations and costs in sum, and of the head and the loss."""
+    def of(cls, cost: LayerCost, head: BlockActivations | None) -> Work:
+        """Return the work of blocks with these costs in sum, and of the head and the loss."""
         loss = 0.0 if head is None else 2 * (head.saved() + head.working)
+        flops = cost.flops + (0.0 if head is None else sum(x.flops for x in head.tensors))
         # Backward has two products for each one of forward. Fused attention computes its scores once more there.
-        products, attention = flops - 3 * cost.attention_flops, 3.5 * cost.attention_flops
+        products, attention = 3 * (flops - cost.attention_flops), 3.5 * cost.attention_flops
         return cls(products, attention, 3 * cost.operands, loss, cost.saved_by_autograd, 3 * cost.operations)
 
 
@@ -421,25 +422,23 @@ def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
     return LayerCost(*map(sum, zip(*costs, strict=True)))
 
 
-def layer_costs(shape: StepShape) -> list[LayerCost]:
-    """Return the costs of each block of the model on a rank."""
+def _layer_costs(shape: StepShape, layers: Sequence[int]) -> Any:
+    """Return the costs of blocks of the model on a rank: an array of a row for each, whose columns are `LayerCost`."""
 
-    def compute() -> list[LayerCost]:
+    def compute() -> Any:
         pairs = list(zip(activations_of(shape).blocks, recompute_of(shape), strict=True))
         # By identity: hashing a block would hash all its tensors.
         kinds = {(id(block), recompute): (block, recompute) for block, recompute in pairs}
         of_kind = {key: LayerCost.of(*kind) for key, kind in kinds.items()}
-        return [of_kind[id(block), recompute] for block, recompute in pairs]
+        return np.array([of_kind[id(block), recompute] for block, recompute in pairs], float)
 
-    return shape.shared(("layer costs", shape.micro_batch_shape, recompute_key(shape)), compute)
+    return shape.shared(("layer costs", shape.activations_key), compute)[list(layers)]
 
 
-def stage_cost(shape: StepShape, stage: StageBuffers) -> LayerCost:
-    """Return the sums of the costs of the blocks on one rank of the pipeline, for one micro-batch."""
-
-    key = "stage cost", shape.micro_batch_shape, recompute_key(shape), stage.layers
-    every = layer_costs(shape)
-    return shape.shared(key, lambda: sum_of([every[layer] for layer in stage.layers]))
+def cost_of(shape: StepShape, layers: tuple[int, ...]) -> LayerCost:
+    """Return the sums of the costs of blocks, for one micro-batch."""
+    key = "cost", shape.activations_key, layers
+    return shape.shared(key, lambda: LayerCost(*_layer_costs(shape, layers).sum(axis=0).tolist()))
 
 
 def _update_bytes(shape: StepShape, stage: StageBuffers) -> float:

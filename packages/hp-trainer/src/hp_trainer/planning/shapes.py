@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from hp_dtensor.parallel.attention import ContextCost
 from hp_fsdp import PlannedBuffer, PlannedParameter, plan_group
 from hp_trainer.config import TrainerConfig
 from hp_trainer.exceptions import PlanError
@@ -22,7 +21,6 @@ from hp_trainer.models import ModelEstimates, ModelPart
 from hp_trainer.models.estimates import ITEMSIZE, MicroBatchShape, ModelActivations, ModelParameters, estimates_of
 from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, recompute_by_settings, saved_kinds
 from hp_trainer.parallel import ParallelDims
-from hp_trainer.parallel.context import context_cost
 from hp_trainer.planning.pipeline import PipelineFacts, pipeline_facts
 from hp_trainer.training.activation_budget import BudgetError, micro_batch_shape, plan_activations
 from hp_trainer.training.pipelined_model import num_microbatches, stage_parts
@@ -131,17 +129,17 @@ class StepShape:
 
         def compute() -> MicroBatchShape:
             found = micro_batch_shape(self.config, dims, fused_experts=self.fuses_experts)
-            # Equal shapes are one object, so that they are compared quickly as keys.
+            # Equal shapes are one object, so that its identity is a key.
             return self.shared(found, lambda: found)
 
         return self.shared(key, compute)
 
-    def attention_cost(self, window: int | None = None) -> ContextCost:
-        """Return the cost of one layer's attention over context parallel ranks."""
-        dims, training, options = self.dims, self.config.training, self.config.model.options
-        # Everything in the layout that `context_cost` reads. Many layouts differ only in other degrees.
-        key = "context", dims.tp, dims.cp, dims.dp_size, self.micro_batch, window
-        return self.shared(key, lambda: context_cost(dims, options, training, window=window, batch=self.micro_batch))
+    @functools.cached_property
+    def activations_key(self) -> Hashable:
+        """The key by which layouts share activations: the micro-batch, and the recomputation, with a budget by rank."""
+        training = self.config.training
+        budget = None if training.activation_budget is None else self.dims
+        return id(self.micro_batch_shape), training.recompute, budget
 
     # Layout ----------------------------------------------------------------------------------------------
 
@@ -216,13 +214,7 @@ def unplanned_settings(shape: StepShape) -> list[str]:
 def activations_of(shape: StepShape) -> ModelActivations:
     """Return the activations of one micro-batch."""
     sizes = shape.micro_batch_shape
-    return shape.shared(("activations", sizes), lambda: shape.model.activations(sizes))
-
-
-def recompute_key(shape: StepShape) -> Hashable:
-    """Return the key by which layouts share a recomputation: the setting, and with a budget all degrees."""
-    training = shape.config.training
-    return training.recompute, None if training.activation_budget is None else shape.dims
+    return shape.shared(("activations", id(sizes)), lambda: shape.model.activations(sizes))
 
 
 def budget_error(shape: StepShape) -> BudgetError | None:
@@ -261,7 +253,9 @@ def recompute_of(shape: StepShape) -> list[BlockRecompute]:
             return least if isinstance(found, BudgetError) else found
         return recompute_by_settings(training, num_layers)
 
-    return shape.shared(("recompute", recompute_key(shape)), compute)
+    # With a budget it differs between layouts.
+    budget = None if training.activation_budget is None else shape.dims
+    return shape.shared(("recompute", training.recompute, budget), compute)
 
 
 # Weights -------------------------------------------------------------------------------------------------

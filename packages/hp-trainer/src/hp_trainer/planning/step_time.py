@@ -13,7 +13,7 @@ from hp_trainer.models.estimates import Traffic
 from hp_trainer.parallel.axes import DENSE_AXES
 from hp_trainer.pipeline import ActionSeconds
 from hp_trainer.planning.devices import Device
-from hp_trainer.planning.memory import Work, layer_costs, stage_cost
+from hp_trainer.planning.memory import Work, cost_of
 from hp_trainer.planning.pipeline import bubble
 from hp_trainer.planning.shapes import StageBuffers, StepShape, activations_of
 from hp_trainer.planning.traffic import message_bytes, stage_traffic
@@ -66,13 +66,9 @@ class StepTime:
 
 def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> StepTime:
     """Return the time of a step in which one rank of the pipeline computes, without exchanges and idling."""
-    count, sizes, rates = shape.num_microbatches, shape.micro_batch_shape, _Rates.of(shape, device)
-    cost = stage_cost(shape, stage)
-    flops = shape.shared(
-        ("flops", sizes, stage.layers, stage.part.head),
-        lambda: shape.model.flops(sizes, stage.layers, head=stage.part.head),
-    )
-    work = Work.of(flops, cost, activations_of(shape).head if stage.part.head else None)
+    count, rates = shape.num_microbatches, _Rates.of(shape, device)
+    cost = cost_of(shape, stage.layers)
+    work = Work.of(cost, activations_of(shape).head if stage.part.head else None)
     linear = count * (work.products / rates.products + work.operands / rates.memory)
     products = linear + count * work.attention / rates.attention
     fixed = device.forward_seconds + device.operation_seconds * work.operations
@@ -88,9 +84,8 @@ def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Ste
     if shape.config.training.offload_optimizer:
         # Copies run in both directions at once, and overlap with the update.
         update = max(update, stage.total.state / device.host_bandwidth)
-    every, last = layer_costs(shape), shape.last_layers(stage.rank)
-    at_ends = sum(every[layer].saved - every[layer].on_device for layer in last)
-    copied = count * (cost.saved - cost.on_device - at_ends) / device.host_bandwidth
+    ends = cost_of(shape, tuple(shape.last_layers(stage.rank)))
+    copied = count * (cost.saved - cost.on_device - (ends.saved - ends.on_device)) / device.host_bandwidth
     return StepTime(
         products=products,
         recomputation=recomputation,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
-from hp_trainer.models.estimates import Traffic
+from hp_trainer.models.estimates import Traffic, sum_traffic
 from hp_trainer.pipeline.transfers import HEADER_BYTES
-from hp_trainer.planning.shapes import StageBuffers, StepShape, recompute_key, recompute_of
+from hp_trainer.planning.shapes import StageBuffers, StepShape, activations_of, recompute_of
 
 
 def stage_traffic(shape: StepShape, stage: StageBuffers) -> list[Traffic]:
@@ -15,15 +16,22 @@ def stage_traffic(shape: StepShape, stage: StageBuffers) -> list[Traffic]:
 
     The norm of the gradient, the mean loss and control messages are left out: a few elements each.
     """
-    sizes, dims = shape.micro_batch_shape, shape.dims
-    # Many layouts differ only in degrees of data parallelism.
-    key = "traffic", sizes, stage.part, recompute_key(shape), dims.dp_size if dims.cp_enabled else None
-    each_microbatch = shape.shared(
-        key, lambda: list(shape.model.traffic(sizes, stage.part, recompute_of(shape), shape.attention_cost))
+    of_one = shape.shared(("traffic", shape.activations_key, stage.part), lambda: _of_micro_batch(shape, stage))
+    microbatches = (each.times(shape.num_microbatches) for each in of_one)
+    return sum_traffic([*_weights_and_gradients(shape, stage), *microbatches, *_between_stages(shape, stage)])
+
+
+def _of_micro_batch(shape: StepShape, stage: StageBuffers) -> list[Traffic]:
+    """Return what a rank sends in forward and backward of one micro-batch, except to other stages."""
+    activations, recompute = activations_of(shape), recompute_of(shape)
+    # By identity: blocks of one kind share an object.
+    blocks = {id(block): block for block in activations.blocks}
+    kinds = Counter((id(activations.blocks[layer]), recompute[layer]) for layer in stage.layers)
+    ends = [activations.embedding] * stage.part.embed + [activations.head] * stage.part.head
+    found = [each for end in ends for each in end.traffic()]
+    return sum_traffic(
+        found + [each.times(times) for (key, how), times in kinds.items() for each in blocks[key].traffic(how)]
     )
-    microbatches = (each.times(shape.num_microbatches) for each in each_microbatch)
-    found = [*_weights_and_gradients(shape, stage), *microbatches, *_between_stages(shape, stage)]
-    return [each for each in found if each.bytes]
 
 
 # Weights and gradients -----------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hp_dtensor.platform.selection import get_platform
 from hp_fsdp import PlannedParameter
@@ -19,18 +19,13 @@ from hp_trainer.models.estimates import (
     ModelActivations,
     ModelParameters,
     SavedActivation,
-    Traffic,
 )
 from hp_trainer.models.plain_module import PlainModel
-from hp_trainer.models.recomputation import BlockRecompute
 from hp_trainer.parallel import ParallelDims
 from hp_trainer.plugins import plugin_manager, registries
 from hp_trainer.records import CountedParameter, CountedPart, CountedStep
 from hp_trainer.registries import is_python_name, register_python_name
 from hp_trainer.training.setup import build_plain_model
-
-if TYPE_CHECKING:
-    from hp_dtensor.parallel.attention import ContextCost
 
 Tensor = Any
 
@@ -167,21 +162,8 @@ class CountedModule:
     def activations(self, shape: MicroBatchShape) -> ModelActivations:
         return self._activations
 
-    def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
-        return float(self._step.flops)
-
     def step_flops(self, samples: int, length: int) -> float:
         return float(self._step.flops) / self._micro_batch * samples
-
-    def traffic(
-        self,
-        shape: MicroBatchShape,
-        part: ModelPart,
-        recompute: Sequence[BlockRecompute],
-        attention_cost: Callable[[int | None], ContextCost],
-    ) -> Iterable[Traffic]:
-        """See `ModelEstimates`. There is none: data-parallel ranks exchange only weights and gradients."""
-        return ()
 
 
 def _activations(step: CountedStep) -> ModelActivations:
@@ -193,7 +175,9 @@ def _activations(step: CountedStep) -> ModelActivations:
         blocks.append(kinds.setdefault(activations, activations))
         before = part.after
     # What is alive after forward beyond the blocks: the head's and the loss's activations.
-    rest = SavedActivation(name="outside of the blocks", kind="rest", saved=step.after_forward - before)
+    # Operations are counted for the full step, of which forward is a third.
+    saved, flops = step.after_forward - before, step.flops / 3
+    rest = SavedActivation(name="outside of the blocks", kind="rest", saved=saved, flops=flops)
     head = BlockActivations(tensors=(rest,), working=step.outside - step.after_forward)
     return ModelActivations(blocks=tuple(blocks), head=head)
 

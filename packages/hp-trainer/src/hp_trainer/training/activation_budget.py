@@ -24,6 +24,7 @@ from hp_trainer.config import TrainerConfig
 from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, estimates_of
 from hp_trainer.models.recomputation import NOTHING_RECOMPUTED, BlockRecompute, Kind, block_names
 from hp_trainer.parallel import ParallelDims, context_style
+from hp_trainer.parallel.context import context_cost
 from hp_trainer.pipeline import simulate
 from hp_trainer.sizes import format_size, parse_size
 from hp_trainer.training.pipelined_model import num_microbatches, plan_stages
@@ -496,18 +497,23 @@ def _offload_line(plan: RecomputePlan) -> str:
 
 def micro_batch_shape(config: TrainerConfig, dims: ParallelDims, *, fused_experts: bool = True) -> MicroBatchShape:
     """Return the sizes of one micro-batch of a run on one rank."""
-    training = config.training
-    method = "ulysses"
+    training, options = config.training, config.model.options
+    batch = max(1, training.global_batch_size // dims.dp_size // num_microbatches(config, dims))
+    context: dict[str, Any] = {}
     if dims.cp_enabled:
-        style = context_style(dims, config.model.options, training)
-        method = "ulysses" if style.ulysses_degree == dims.cp else str(style.method)
+        style = context_style(dims, options, training)
+        context["ulysses_degree"] = style.ulysses_degree
+        context["cp_method"] = "ulysses" if style.ulysses_degree == dims.cp else str(style.method)
+        context["attention_cost"] = functools.cache(
+            lambda window: context_cost(dims, options, training, window=window, batch=batch)
+        )
     return MicroBatchShape(
-        batch=max(1, training.global_batch_size // dims.dp_size // num_microbatches(config, dims)),
+        batch=batch,
         length=training.sequence_length,
         dtype=training.dtype,
         tp=dims.tp,
         cp=dims.cp,
-        cp_method=method,
+        **context,
         ep=dims.ep,
         etp=dims.etp if dims.tp_enabled else None,
         splits_tokens=dims.expert_mesh == "peer",

@@ -1,23 +1,26 @@
-"""Activation bytes and operations of the decoder by formula, without a module.
+"""Activation bytes, operations and exchanges of the decoder by formula, without a module.
 
-A block is a list of `SavedActivation`s in the order of its forward, each with the bytes that autograd saves and its
-operations (after arXiv 2205.05198, section 4, extended to this decoder). Bytes are those of torch on the CPU and on
-CUDA; tests compare them with bytes counted on torch's CPU, to a tenth. MindSpore does not report when a tensor is
-freed, so they have not been compared there.
+A block is a list of `SavedActivation`s in the order of its forward, each with the bytes that autograd saves, its
+operations (after arXiv 2205.05198, section 4, extended to this decoder) and the collectives of its ranks. Bytes are
+those of torch on the CPU and on CUDA; tests compare them with bytes counted on torch's CPU, to a tenth. MindSpore does
+not report when a tensor is freed, so they have not been compared there.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from hp_moe import DispatchRates, dispatch_costs, ranks_per_token
 from hp_moe.dispatch.auto import SentRows, sent_rows
 from hp_moe.dispatch.row_exchange import block_width
 from hp_trainer.models.decoder.options import DecoderOptions
-from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, ModelActivations, SavedActivation
+from hp_trainer.models.estimates import BlockActivations, MicroBatchShape, ModelActivations, SavedActivation, Traffic
 
-GATE, EXPERTS = "gate", "experts"
 EIGHT_BIT_DISPATCHERS = ("all_to_all_int8", "all_to_all_fp8")
 
 # Blocks --------------------------------------------------------------------------------------------------
@@ -37,7 +40,10 @@ def decoder_activations(config: DecoderOptions, shape: MicroBatchShape) -> Model
     # Blocks of one kind share one object, so that a search over layouts can group them by identity.
     kinds = [(config.is_dense(layer), config.window_of(layer)) for layer in range(config.num_hidden_layers)]
     blocks = {kind: _block(config, kinds.index(kind), shape) for kind in set(kinds)}
-    return ModelActivations(blocks=tuple(blocks[kind] for kind in kinds), head=_head(config, shape))
+    embedding = BlockActivations(tensors=(_scattered("embedding", config, shape),))
+    return ModelActivations(
+        blocks=tuple(blocks[kind] for kind in kinds), head=_head(config, shape), embedding=embedding
+    )
 
 
 def _block(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> BlockActivations:
@@ -55,7 +61,10 @@ def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> It
     # Without adapters on them, frozen products do not save their input, the norm's result.
     saves_result = _saves_input(config, "q_proj", "k_proj", "v_proj")
     yield _norm("attention_norm", hidden, tokens / shape.tp, shape, of_input=True, own_result=saves_result)
-    yield _gathered("attention input", tokens * hidden * e, shape)
+    # All ranks compute the narrow vectors of latent attention alike, so that the dual of their gather is a slice.
+    is_sliced = config.attention == "latent" and config.q_lora_rank is not None
+    gathered = _gathered("attention input", config, shape)
+    yield replace(gathered, backward=()) if is_sliced else gathered
     yield from (_latent if config.attention == "latent" else _grouped)(config, shape)
     heads, score, value = config.num_attention_heads / shape.tp, _score_width(config), _value_width(config)
     seen = visible_keys(shape.length, config.window_of(layer))
@@ -77,8 +86,8 @@ def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> It
         flops=2 * tokens * heads * value * hidden,
         operands=_operands(tokens, heads * value, hidden, e),
     )
-    yield from _exchanged(config, shape)
-    yield _scattered("attention output", tokens * hidden * e, shape)
+    yield from _exchanged(config, layer, shape)
+    yield _scattered("attention output", config, shape)
     if config.post_norms:
         yield _norm("post_attention_norm", hidden, tokens / shape.tp, shape, own_input=True, own_result=False)
 
@@ -97,10 +106,16 @@ def _grouped(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
         flops=flops,
         operands=_operands(tokens, config.hidden_size, width * (heads + 2 * config.num_key_value_heads / shape.tp), e),
     )
+    if config.qk_norm == "full" and shape.tp > 1:
+        # A norm over all heads needs full rows of queries and keys, and returns them sharded by heads.
+        both = (config.num_attention_heads + config.num_key_value_heads) * width
+        moved = (Traffic("tp", "all_to_all", 2 * _share(shape.tp) * shape.most_tokens * both * e / shape.tp, 4),)
+        yield SavedActivation(name="full rows", kind="collectives", operations=0, forward=moved, backward=moved)
     if config.qk_norm != "none":
         for name, count in (("q_norm", heads), ("k_norm", config.num_key_value_heads / shape.tp)):
-            roots = count if config.qk_norm == "head" else 1
-            yield _norm(name, count * width, tokens, shape, own_input=True, own_result=False, roots=roots)
+            roots, weight = (count, width) if config.qk_norm == "head" else (1, count * shape.tp * width)
+            row = count * width
+            yield _norm(name, row, tokens, shape, own_input=True, own_result=False, roots=roots, weight=weight)
     yield SavedActivation(name="rotated queries and keys", kind="rest", saved=tokens * (heads + kv_heads) * width * e)
 
 
@@ -112,6 +127,11 @@ def _latent(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAct
     narrow, wide = rank + config.qk_rope_head_dim, heads * (config.qk_nope_head_dim + value)
     widths = heads * score + narrow + wide + (q_rank or 0)
     queries = hidden * heads * score if q_rank is None else q_rank * (hidden + heads * score)
+    # Gradients of the narrow vectors, and of the keys that all heads share.
+    narrow_gradients = [
+        x for each in (rank, q_rank) for x in _all_reduced("tp", shape.tp, shape.most_tokens * (each or 0) * e)
+    ]
+    shared_keys = _share(shape.tp) * shape.most_tokens * config.num_attention_heads * config.qk_rope_head_dim * e
     yield SavedActivation(
         name="query, key and value projections",
         kind="products",
@@ -122,38 +142,54 @@ def _latent(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAct
         operands=_operands(tokens, hidden, narrow + (q_rank or heads * score), e)
         + _operands(tokens, rank, wide, e)
         + (0 if q_rank is None else _operands(tokens, q_rank, heads * score, e)),
+        backward=(*narrow_gradients, Traffic("tp", "all_gather", shared_keys, 1)),
     )
     if q_rank is not None:
-        yield _norm("q_a_norm", q_rank, tokens, shape, own_input=True)
+        yield _norm("q_a_norm", q_rank, tokens, shape, own_input=True, weight=0)
     # The norm saves a view of the narrow product, which keeps the shared keys beside it alive.
     beside = tokens * config.qk_rope_head_dim * e
     yield SavedActivation(name="shared keys beside kv_a_norm", kind="rest", saved=beside)
-    yield _norm("kv_a_norm", rank, tokens, shape, own_input=True)
+    yield _norm("kv_a_norm", rank, tokens, shape, own_input=True, weight=0)
     yield SavedActivation(name="rotated queries and keys", kind="rest", saved=2 * tokens * heads * score * e)
 
 
-def _exchanged(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
+def _exchanged(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     """Yield the exchanges of context parallel ranks."""
     if shape.cp == 1:
         return
-    heads, others = config.num_attention_heads / shape.tp, (shape.cp - 1) / shape.cp
+    heads, is_ulysses = config.num_attention_heads / shape.tp, shape.cp_method == "ulysses"
+    # Each pass of attention counts as one exchange: of keys and values, or if there are none of heads.
+    of_heads: tuple[Traffic, ...] = ()
+    of_keys = backward = of_heads
+    if shape.attention_cost is not None:
+        cost = shape.attention_cost(config.window_of(layer))
+        of_heads = (Traffic("cp", "exchange", cost.heads_bytes, is_ulysses),)
+        of_keys = (Traffic("cp", "exchange", cost.forward_bytes - cost.heads_bytes, 1),)
+        backward = (Traffic("cp", "exchange", cost.backward_bytes, 1),)
     queries = shape.tokens * heads * (_score_width(config) + _value_width(config)) * shape.itemsize
     kv_heads = heads if config.attention == "latent" else config.num_key_value_heads / shape.tp
     keys = shape.tokens * kv_heads * (_score_width(config) + _value_width(config)) * shape.itemsize
-    if shape.cp_method == "ulysses":
+    if is_ulysses:
         # Fewer key-value heads than ranks are copied, one for each rank.
         copies = max(1.0, shape.cp / kv_heads)
         yield SavedActivation(
             name="all-to-all of heads",
             kind="collectives",
             result=queries + keys * copies,
-            sent=others * (queries + keys * copies),
+            forward=of_heads,
+            backward=backward,
         )
         return
+    yield SavedActivation(name="all-to-all of heads", kind="collectives", operations=0, forward=of_heads)
     # Keys and values are exchanged within the attention, and with it repeated or not.
     full = keys * shape.cp if shape.cp_method == "all_gather" else 0.0
     yield SavedActivation(
-        name="keys and values of other ranks", kind="attention", saved=full, result=full, sent=keys * (shape.cp - 1)
+        name="keys and values of other ranks",
+        kind="attention",
+        saved=full,
+        result=full,
+        forward=of_keys,
+        backward=backward,
     )
 
 
@@ -177,7 +213,7 @@ def _feed_forward(config: DecoderOptions, layer: int, shape: MicroBatchShape) ->
 
 def _dense(name: str, config: DecoderOptions, width: float, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     hidden, tokens, e, width = config.hidden_size, shape.tokens, shape.itemsize, width / shape.tp
-    yield _gathered(f"{name} input", tokens * hidden * e, shape)
+    yield _gathered(f"{name} input", config, shape)
     gates = 2 * tokens * width * e
     yield SavedActivation(
         name=f"{name}.w1, w3",
@@ -198,7 +234,7 @@ def _dense(name: str, config: DecoderOptions, width: float, shape: MicroBatchSha
         flops=2 * tokens * hidden * width,
         operands=_operands(tokens, width, hidden, e),
     )
-    yield _scattered(f"{name} output", tokens * hidden * e, shape)
+    yield _scattered(f"{name} output", config, shape)
 
 
 def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
@@ -212,7 +248,7 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
         own = 0.0 if shape.tp_reshards else shape.tokens / shape.tp * hidden * e
         yield SavedActivation(name="experts' input", kind="rest", saved=own)
     elif shape.tp > 1:
-        gathered = _gathered("experts' input", shape.tokens * hidden * e, shape, reshards=not is_split)
+        gathered = _gathered("experts' input", config, shape, reshards=not is_split)
         yield replace(gathered, saved=gathered.saved / shape.ep) if is_split else gathered
     # Ranks that shard experts save the rows that they gather as shards, and no copies of them.
     reshards = shape.tp > 1 and etp > 1 and shape.tp_reshards and not is_split
@@ -225,7 +261,9 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     copied = 4 * hidden * tokens if e == 2 else 0
     gate = tokens * (4 * config.num_experts + chosen) + (0 if reshards else copied)
     held, flops = copied if reshards else 0, 2 * tokens * hidden * config.num_experts
-    yield SavedActivation(name=GATE, kind="rest", saved=gate, held=held, flops=flops)
+    yield SavedActivation(
+        name="gate", kind="rest", saved=gate, held=held, flops=flops, backward=_router_gradients(config, shape)
+    )
     # int64 experts and order of all slots. Recomputation must route tokens as the forward did, so decisions are saved,
     # never recomputed.
     decided = 16 * tokens * slots
@@ -235,35 +273,48 @@ def _experts(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAc
     is_fused = is_plain and shape.fused_experts
     # Autograd needs the experts of slots for the gather of scores, and single operations.
     saved = decided / 2 if is_expert_choice and is_fused else decided
-    yield SavedActivation(name="routing", kind="routing", saved=saved, result=decided)
+    exchange = _dispatched(config, shape) if shape.ep > 1 else _Exchange()
+    decisions = (*_gathered_scores(config, shape), *exchange.decisions)
+    yield SavedActivation(name="routing", kind="routing", saved=saved, result=decided, forward=decisions)
+    # Sent in chunks, the rows of experts are awaited after the shared experts.
+    shared = config.moe_intermediate_size * (config.num_shared_experts or 0)
+    is_chunked = shape.ep > 1 and shape.ep_chunks > 1
+    if shared and is_chunked:
+        yield from _dense("shared_experts", config, shared, shape)
     if shape.ep > 1:
         received = tokens * _received_rows(config, shape)
         scores = 4 if dispatcher_of(config, shape) == "copy_per_expert" else 4 * slots
-        rows_sent = sent_of_token(config, shape)
         yield SavedActivation(
             name="rows of other ranks",
             kind="collectives",
             saved=received * (hidden * e + scores),
             result=received * (hidden * e + scores),
-            # There, perhaps in 8 bits, and back.
-            sent=tokens * (rows_sent.outer + rows_sent.inner) * (sent_row_bytes(config, shape) + hidden * e),
+            forward=exchange.forward,
+            backward=exchange.backward,
         )
-    width = config.moe_intermediate_size / etp
+    width, held_experts = config.moe_intermediate_size / etp, -(-config.num_experts // shape.ep)
+    # The experts of a peer mesh are replicated over `tp`, and each rank has gradients of its own rows.
+    is_replicated = shape.splits_tokens and etp == 1
+    weights = held_experts * 3 * hidden * config.moe_intermediate_size * e
     gates = 2 * rows * width * e
     # int64 tables: the token of each row, and the rows of each token or, if some slots are empty, of each slot. The
     # fused operation leaves those out, and saves the slot of each row.
     by_token = 2 * rows if is_fused and is_expert_choice else tokens * slots
     saved = 8 * (rows + by_token + tokens) + (gates if is_fused else 2 * gates + rows * hidden * (e + 4))
     yield SavedActivation(
-        name=EXPERTS,
+        name="experts",
         kind="products",
         saved=saved,
         result=gates + tokens * hidden * e,
         flops=6 * rows * hidden * width,
-        operands=3 * _operands(rows, hidden, width, e, -(-config.num_experts // shape.ep)),
+        operands=3 * _operands(rows, hidden, width, e, held_experts),
+        backward=_all_reduced("tp", shape.tp, weights, 3) if is_replicated else (),
     )
-    if config.num_shared_experts:
-        yield from _dense("shared_experts", config, config.moe_intermediate_size * config.num_shared_experts, shape)
+    yield SavedActivation(name="rows sent back", kind="collectives", operations=0, forward=exchange.last)
+    if shape.tp > 1 and etp > 1:
+        yield replace(_scattered("experts' output", config, shape), result=0.0, operations=0)
+    if shared and not is_chunked:
+        yield from _dense("shared_experts", config, shared, shape)
 
 
 def _routed_tokens(shape: MicroBatchShape) -> float:
@@ -305,6 +356,90 @@ def sent_row_bytes(config: DecoderOptions, shape: MicroBatchShape) -> float:
     return config.hidden_size * shape.itemsize
 
 
+class _Exchange(NamedTuple):
+    """What a rank sends to the experts of other ranks and back.
+
+    Attributes:
+        decisions: counts and choices, which recomputation does not send again.
+        forward: rows to the experts, and results back except the last ones.
+        last: the last results, which recomputation sends again unless they end the block.
+        backward: gradients of both.
+    """
+
+    decisions: tuple[Traffic, ...] = ()
+    forward: tuple[Traffic, ...] = ()
+    last: tuple[Traffic, ...] = ()
+    backward: tuple[Traffic, ...] = ()
+
+
+def _dispatched(config: DecoderOptions, shape: MicroBatchShape) -> _Exchange:
+    assert config.num_experts is not None
+    # Collectives wait for the rank with most tokens.
+    tokens = shape.most_tokens / (shape.tp if shape.expert_tp == 1 else 1)
+    routed, row = tokens / (shape.ep if shape.splits_tokens else 1), config.hidden_size * shape.itemsize
+    # The ranks of `ep` that split the same tokens gather the results again.
+    shared = _share(shape.ep) * tokens * row if shape.splits_tokens else 0.0
+    joined = Traffic("ep", "all_gather", shared, 1)
+    name, slots, chunks = dispatcher_of(config, shape), config.num_routing_slots, shape.ep_chunks
+    if name == "all_gather":
+        # All experts get all tokens, with float32 scores; int64 choices and counts are gathered once.
+        sent, with_scores = (shape.ep - 1) * routed, row + 4 * slots
+        num_counts = (shape.ep - 1) * (1 + config.num_experts)
+        return _Exchange(
+            (Traffic("ep", "all_gather", sent * 8 * slots + 8 * num_counts, 2),),
+            (Traffic("ep", "all_gather", sent * with_scores, 2),),
+            (Traffic("ep", "reduce_scatter", sent * row, 1), joined),
+            (
+                Traffic("ep", "all_gather", sent * row, 1),
+                Traffic("ep", "reduce_scatter", sent * with_scores, 2),
+                joined,
+            ),
+        )
+    rows, experts = sent_of_token(config, shape), -(-config.num_experts // shape.ep)
+    levels = [("ep", rows.outer + rows.inner, shape.ep, experts)]
+    if name == "two_level":
+        node = shape.ep_node_size or 1
+        levels = [
+            ("ep_outer", rows.outer, shape.ep // node, experts * node),
+            ("ep_inner", rows.inner, node, experts),
+        ]
+    rounded, found = sent_row_bytes(config, shape), _Exchange()
+    # In 8 bits, codes and scales are two messages.
+    messages = 2 + (shape.ep_dispatcher in EIGHT_BIT_DISPATCHERS)
+    for axis, of_token, ranks, num_experts in levels:
+        sent, exchange = routed * of_token, functools.partial(Traffic, axis, "all_to_all")
+        # int64 counts sent to each other rank: of its rows, and of the rows of each of its experts.
+        counts = exchange(chunks * (ranks - 1) * (1 + num_experts) * 8, 1)
+        rows_there = exchange(sent * (rounded + rows.choices), chunks * messages)
+        back, last = exchange(sent * row * (chunks - 1) / chunks, chunks - 1), exchange(sent * row / chunks, 1)
+        gradients = exchange(sent * (2 * row + rows.choices), 3 * chunks)
+        found = _Exchange(*map(operator.add, found, ((counts,), (rows_there, back), (last,), (gradients,))))
+    return found._replace(last=(*found.last, joined), backward=(*found.backward, joined))
+
+
+def _gathered_scores(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[Traffic]:
+    """Yield the gathers of scores over ranks that route tokens of the same sequences."""
+    if config.routing not in ("sinkhorn", "expert_choice"):
+        return
+    assert config.num_experts is not None
+    tokens, own = shape.most_tokens, shape.tp if shape.expert_tp == 1 else 1
+    # From the full sequence to the shards that a rank routes: each gather is of the tokens of the one before.
+    gathers = (("cp", shape.cp, tokens * shape.cp), ("tp", own, tokens))
+    for axis, ranks, gathered in (*gathers, ("ep", shape.ep if shape.splits_tokens else 1, tokens / own)):
+        yield Traffic(axis, "all_gather", _share(ranks) * gathered * config.num_experts * 4, 1)
+
+
+def _router_gradients(config: DecoderOptions, shape: MicroBatchShape) -> tuple[Traffic, ...]:
+    """Return the all-reduces of gradients of gates, which are replicated over ranks that route different rows."""
+    assert config.num_experts is not None
+    over = {"tp": shape.tp, "ep": shape.ep if shape.splits_tokens else 1}
+    axes = [axis for axis, ranks in over.items() if ranks > 1]
+    gate = config.num_experts * (config.hidden_size + config.router_bias) * shape.itemsize
+    found = _all_reduced("+".join(axes), math.prod(over.values()), gate, 1 + config.router_bias)
+    shared_gate = config.hidden_size * shape.itemsize * config.shared_expert_gate
+    return (*found, *_all_reduced("tp", shape.tp, shared_gate))
+
+
 def _received_rows(config: DecoderOptions, shape: MicroBatchShape) -> float:
     """Return how many rows a rank receives for each of its own tokens, its own rows included."""
     assert config.num_experts is not None
@@ -328,6 +463,7 @@ def _norm(
     own_result: bool = True,
     of_input: bool = False,
     roots: float = 1,
+    weight: float | None = None,
 ) -> SavedActivation:
     """Return what a norm saves: its input, root mean squares in float32, and its result.
 
@@ -337,10 +473,13 @@ def _norm(
             it, the product saves the gathered rows, which `_gathered` counts.
         of_input: the norm's input is the block's, which `_block` counts.
         roots: root mean squares per row.
+        weight: elements of the replicated weight, whose gradients the `tp` ranks sum if each has other rows; None:
+            `width`.
     """
     saves_result = own_result and (shape.tp == 1 or own_input or shape.tp_reshards)
-    tensors = (not of_input) + saves_result
-    return SavedActivation(name=name, kind="rest", saved=rows * (tensors * width * shape.itemsize + 4 * roots))
+    saved = rows * (((not of_input) + saves_result) * width * shape.itemsize + 4 * roots)
+    gradients = _all_reduced("tp", shape.tp, (width if weight is None else weight) * shape.itemsize)
+    return SavedActivation(name=name, kind="rest", saved=saved, backward=gradients)
 
 
 def _operands(rows: float, inputs: float, outputs: float, itemsize: int, weights: int = 1) -> float:
@@ -358,36 +497,73 @@ def _saves_input(config: DecoderOptions, *projections: str) -> bool:
     return _trains(config) or any(each in config.lora.targets for each in projections)
 
 
-def _gathered(name: str, num_bytes: float, shape: MicroBatchShape, *, reshards: bool = True) -> SavedActivation:
+def _gathered(name: str, config: DecoderOptions, shape: MicroBatchShape, *, reshards: bool = True) -> SavedActivation:
     """Return an all-gather of rows over the `tp` ranks. The following products save the rows, or the rank's shard.
 
     A recomputed block holds the gathered rows, so that its backward does not gather them again.
     """
     if shape.tp == 1:
         return SavedActivation(name=name, kind="rest")
-    sent = num_bytes * (shape.tp - 1) / shape.tp
-    saved, held = (0.0, num_bytes) if shape.tp_reshards and reshards else (num_bytes, 0.0)
-    return SavedActivation(name=name, kind="collectives", saved=saved, held=held, result=num_bytes, sent=sent)
+    num_bytes, (gather, scatter) = shape.tokens * config.hidden_size * shape.itemsize, _row_exchanges(config, shape)
+    is_shard = shape.tp_reshards and reshards
+    return SavedActivation(
+        name=name,
+        kind="collectives",
+        saved=0.0 if is_shard else num_bytes,
+        held=num_bytes if is_shard else 0.0,
+        result=num_bytes,
+        forward=(gather,),
+        backward=(scatter,),
+        regathered=(gather,) if is_shard else (),
+    )
 
 
-def _scattered(name: str, num_bytes: float, shape: MicroBatchShape) -> SavedActivation:
+def _scattered(name: str, config: DecoderOptions, shape: MicroBatchShape) -> SavedActivation:
     """Return a reduce-scatter of rows over the `tp` ranks."""
     if shape.tp == 1:
         return SavedActivation(name=name, kind="rest")
-    sent = num_bytes * (shape.tp - 1) / shape.tp
-    return SavedActivation(name=name, kind="collectives", result=num_bytes / shape.tp, sent=sent)
+    result, (gather, scatter) = shape.tokens * config.hidden_size * shape.itemsize, _row_exchanges(config, shape)
+    return SavedActivation(
+        name=name, kind="collectives", result=result / shape.tp, forward=(scatter,), backward=(gather,)
+    )
+
+
+def _row_exchanges(config: DecoderOptions, shape: MicroBatchShape) -> tuple[Traffic, Traffic]:
+    """Return the all-gather and the reduce-scatter of rows over the `tp` ranks, each the other's dual."""
+    # Collectives wait for the largest shard, so uneven sequences are counted by the longest one.
+    rows = _share(shape.tp) * shape.most_tokens * config.hidden_size * shape.itemsize
+    return Traffic("tp", "all_gather", rows, 1), Traffic("tp", "reduce_scatter", rows, 1)
+
+
+def _all_reduced(axis: str, ranks: int, num_bytes: float, count: int = 1) -> tuple[Traffic, ...]:
+    return (Traffic(axis, "all_reduce", 2 * _share(ranks) * num_bytes, count),)
+
+
+def _share(ranks: int) -> float:
+    """Return the share of a buffer that each rank of a ring sends in an all-gather or a reduce-scatter."""
+    return (ranks - 1) / ranks
 
 
 def _head(config: DecoderOptions, shape: MicroBatchShape) -> BlockActivations:
     tokens, e, vocab = shape.tokens, shape.itemsize, config.vocab_size / shape.tp
     # Ranks gather a tied head with fewer classes than rows instead of the rows.
     gathers_head = shape.tp > 1 and config.tie_word_embeddings and config.vocab_size < shape.most_tokens
-    head = SavedActivation(name="gathered head", kind="collectives", saved=config.vocab_size * config.hidden_size * e)
+    weight = config.vocab_size * config.hidden_size * e
+    gathers = [Traffic("tp", each, _share(shape.tp) * weight, 1) for each in ("all_gather", "reduce_scatter")]
+    head = SavedActivation(name="gathered head", kind="collectives", saved=weight, forward=tuple(gathers))
+    # A gathered head sums the number of tokens, a sharded one maximum, sum and target logit of each token, in float32.
+    sums = (1, 1) if gathers_head else (3 * shape.most_tokens, 3)
     tensors = (
         _norm("norm", config.hidden_size, tokens / shape.tp, shape, own_input=gathers_head, own_result=_trains(config)),
-        head if gathers_head else _gathered("head input", tokens * config.hidden_size * e, shape),
+        head if gathers_head else _gathered("head input", config, shape),
         # Over a sharded vocabulary the loss saves the logits less their maximum, and their exponentials.
-        SavedActivation(name="log-softmax", kind="rest", saved=(4 if shape.tp == 1 else 8) * tokens * vocab),
+        SavedActivation(
+            name="logits and log-softmax",
+            kind="rest",
+            saved=(4 if shape.tp == 1 else 8) * tokens * vocab,
+            flops=2 * tokens * config.hidden_size * vocab,
+            forward=_all_reduced("tp", shape.tp, 4 * sums[0], sums[1]),
+        ),
         SavedActivation(name="loss and its count", kind="rest", saved=8),
         # Ranks of `cp` look up cosines and sines of their own positions, which all blocks share.
         SavedActivation(name="rotary tables", kind="rest", saved=4 * tokens * config.rotary_dim * (shape.cp > 1)),

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hp_trainer.config import section
 from hp_trainer.exceptions import Problem
 from hp_trainer.models.base import ModelPart
-from hp_trainer.models.decoder.activation_memory import EXPERTS, GATE, decoder_activations
+from hp_trainer.models.decoder.activation_memory import decoder_activations
 from hp_trainer.models.decoder.lora import is_adapter
 from hp_trainer.models.decoder.options import DecoderOptions, RopeScalingConfig
 from hp_trainer.models.decoder.parameters import planned_parameters
-from hp_trainer.models.decoder.traffic import microbatch_traffic
-from hp_trainer.models.estimates import MicroBatchShape, ModelActivations, ModelParameters, SavedActivation, Traffic
+from hp_trainer.models.estimates import MicroBatchShape, ModelActivations, ModelParameters
 from hp_trainer.models.hugging_face.architectures import read_architecture
-from hp_trainer.models.recomputation import BlockRecompute
 
 if TYPE_CHECKING:
-    from hp_dtensor.parallel.attention import ContextCost
     from hp_trainer.parallel import ParallelDims
 
 
@@ -36,20 +32,9 @@ def layer_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[
     counts for the tokens routed to it. Attention counts the pairs of query and key that the causal mask and the window
     let through. Recomputation is not counted (PaLM, arXiv 2204.02311, appendix B, which counts all pairs).
     """
-    return _flops_per_token(config, sequence_length, lambda _: True)
-
-
-def routed_flops_per_token(config: DecoderOptions, sequence_length: int) -> list[float]:
-    """Return the operations per token of each block's gate and routed experts; 0 for a dense block."""
-    return _flops_per_token(config, sequence_length, lambda tensor: tensor.name in (GATE, EXPERTS))
-
-
-def _flops_per_token(
-    config: DecoderOptions, sequence_length: int, counts: Callable[[SavedActivation], bool]
-) -> list[float]:
     blocks = decoder_activations(config, MicroBatchShape(batch=1, length=sequence_length)).blocks
     # Blocks of one kind share one object.
-    forward = {id(block): sum(each.flops for each in block.tensors if counts(each)) for block in blocks}
+    forward = {id(block): sum(each.flops for each in block.tensors) for block in blocks}
     # Backward has two products for each one of forward: the gradients of input and weight.
     return [3 * forward[id(block)] / sequence_length for block in blocks]
 
@@ -68,9 +53,6 @@ class DecoderEstimates:
 
     def __init__(self, config: DecoderOptions) -> None:
         self._config = config
-        # By sequence length; a search over layouts asks many times.
-        self._layer_flops = functools.cache(functools.partial(layer_flops_per_token, config))
-        self._routed_flops = functools.cache(functools.partial(routed_flops_per_token, config))
 
     @property
     def num_layers(self) -> int:
@@ -99,28 +81,8 @@ class DecoderEstimates:
     def activations(self, shape: MicroBatchShape) -> ModelActivations:
         return decoder_activations(self._config, shape)
 
-    def flops(self, shape: MicroBatchShape, layers: Sequence[int], *, head: bool) -> float:
-        per_token = self._layer_flops(shape.length)
-        total = sum(per_token[layer] for layer in layers)
-        if shape.splits_tokens:
-            # Ranks of `ep` compute the same tokens, except that each routes only some of them to experts.
-            routed = self._routed_flops(shape.length)
-            total -= sum(routed[layer] for layer in layers) * (1 - 1 / shape.ep)
-        if head:
-            total += head_flops_per_token(self._config)
-        return total * shape.batch * shape.length / (shape.cp * shape.tp)
-
     def step_flops(self, samples: int, length: int) -> float:
         return samples * length * training_flops_per_token(self._config, length)
-
-    def traffic(
-        self,
-        shape: MicroBatchShape,
-        part: ModelPart,
-        recompute: Sequence[BlockRecompute],
-        attention_cost: Callable[[int | None], ContextCost],
-    ) -> Iterable[Traffic]:
-        return microbatch_traffic(self._config, shape, part, recompute, attention_cost)
 
 
 @section
