@@ -178,9 +178,13 @@ def _common_window(config: Any) -> int | None:
     """Return the widest window of the layers; None if a layer attends to everything."""
     if not hasattr(config, "window_of"):
         return None
-    windows = {config.window_of(layer) for layer in range(config.num_hidden_layers)}
-    # The widest window costs most, so its layers decide.
-    return None if None in windows or not windows else max(windows)
+    windows = []
+    for layer in range(config.num_hidden_layers):
+        # The widest window costs most, so its layers decide.
+        if (window := config.window_of(layer)) is None:
+            return None
+        windows.append(window)
+    return max(windows, default=None)
 
 
 def _heads(dims: Any, config: Any) -> int | None:

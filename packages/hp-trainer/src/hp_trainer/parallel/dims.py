@@ -4,6 +4,7 @@ Everything here is arithmetic on degrees and strides, so its cost does not depen
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -134,12 +135,12 @@ class ParallelDims:
         """Ranks that share one sample."""
         return self.world_size // self.dp_size
 
-    @property
+    @functools.cached_property
     def fsdp_size(self) -> int:
         """Ranks that shard one copy of the dense weights."""
         return product(self, ALIASES[self._experts]["fsdp"])
 
-    @property
+    @functools.cached_property
     def efsdp_size(self) -> int:
         """Ranks that shard one copy of an expert's weights."""
         if self.expert_mesh == "peer":
