@@ -239,6 +239,15 @@ def test_a_parameter_of_another_layout_is_refused_as_ever(mesh):
             optimizer.step()
 
 
+def test_a_gradient_of_the_former_layout_is_refused_as_ever(mesh):
+    for kind in (optim.SGD, intercepted(optim.SGD)):
+        parameter, optimizer = one_step_on(mesh, kind, foreach=True)
+        parameter.data = _on(mesh, Replicate())
+        with pytest.raises(MixedOperandsError):
+            optimizer.step()
+        assert parameter.tolist() == [1.0] * 4
+
+
 def test_partial_parameters_are_updated_by_sums_and_refused_by_moments(mesh):
     for kind in (optim.SGD, intercepted(optim.SGD)):
         parameter = torch.nn.Parameter(_on(mesh, Partial()))
@@ -317,6 +326,79 @@ def test_options_may_change_between_steps(mesh):
             optimizer.step()
         results.append(parameter.full_tensor())
     assert torch.equal(*results)
+
+
+def _load_state(optimizer, parameters):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _replace_a_parameter(optimizer, parameters):
+    """By one of the same layout, at the same position, without state."""
+    parameters[1] = torch.nn.Parameter(_on(parameters[1].device_mesh, Shard(0), torch.arange(4.0)))
+    optimizer.param_groups[0]["params"][1] = parameters[1]
+
+
+def _replace_data(optimizer, parameters):
+    parameters[1].data = _on(parameters[1].device_mesh, Shard(0), torch.arange(4.0))
+
+
+def _remove_a_state(optimizer, parameters):
+    del optimizer.state[parameters[1]]
+
+
+def _reverse_the_states(optimizer, parameters):
+    state = dict(reversed(optimizer.state.items()))
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _exchange_parameters(optimizer, parameters):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def _add_a_group_on_another_mesh(optimizer, parameters):
+    other = init_device_mesh("cpu", (1, 1), platform=parameters[0].device_mesh.platform)
+    late = distribute_tensor(torch.ones(4), other, [Shard(0), Replicate()], src_data_rank=None)
+    parameters.append(torch.nn.Parameter(late))
+    optimizer.add_param_group({"params": [parameters[-1]], "lr": 0.5})
+
+
+CHANGES = [
+    _load_state,
+    _replace_a_parameter,
+    _replace_data,
+    _remove_a_state,
+    _reverse_the_states,
+    _exchange_parameters,
+    _add_a_group_on_another_mesh,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda x: x.__name__[1:])
+@pytest.mark.parametrize(("kind", "flags"), [(optim.AdamW, {"fused": True}), (optim.SGD, {"momentum": 0.9})])
+@pytest.mark.parametrize("read", [False, True], ids=["gradients plain", "gradients read"])
+def test_steps_after_a_change_are_bit_for_bit_those_intercepted(mesh, monkeypatch, change, kind, flags, read):
+    results = []
+    for each in (kind, intercepted(kind)):
+        parameters = [torch.nn.Parameter(_on(mesh, Shard(0), torch.arange(4.0) + i)) for i in range(3)]
+        optimizer = each(parameters, lr=0.1, **flags)
+        for step in range(6):
+            if step == 3:
+                change(optimizer, parameters)
+            for i, x in enumerate(parameters):
+                x.grad = None
+                (x * x * (step + i)).sum().backward()
+                assert not read or type(x.grad) is TorchDTensor
+            with interceptions(monkeypatch) as seen:
+                optimizer.step()
+        assert (seen == []) == (each is kind), "the last step is planned again"
+        assert all(type(value) is TorchDTensor for x in parameters for value in _moments(optimizer, x))
+        results.append(torch.stack([y.full_tensor() for x in parameters for y in (x, *_moments(optimizer, x))]))
+    assert torch.equal(*results)
+
+
+def _moments(optimizer, parameter):
+    return [value for name, value in optimizer.state[parameter].items() if name != "step"]
 
 
 def test_a_parameter_that_moves_to_a_group_with_momentum_gets_distributed_state(mesh):
