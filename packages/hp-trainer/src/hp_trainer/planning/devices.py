@@ -21,7 +21,7 @@ from hp_trainer.exceptions import PlanError
 from hp_trainer.launch.examination import FILE_FORMAT, block_options
 from hp_trainer.models.estimates import MicroBatchShape
 from hp_trainer.models.recomputation import NOTHING_RECOMPUTED
-from hp_trainer.planning.memory import LayerCost, Work, sum_of
+from hp_trainer.planning.memory import LayerCost, Work
 from hp_trainer.sizes import parse_size
 
 _POINT_TO_POINT = ("all_to_all", "exchange", "send")
@@ -205,8 +205,8 @@ class MeasuredBlock:
         model = block_options(self.hidden_size).estimates()
         sizes = MicroBatchShape(batch=self.batch, length=self.length, dtype=self.dtype)
         activations = model.activations(sizes)
-        cost = sum_of([LayerCost.of(each, NOTHING_RECOMPUTED) for each in activations.blocks])
-        return Work.of(cost, activations.head)
+        costs = (LayerCost.of(each, NOTHING_RECOMPUTED) for each in activations.blocks)
+        return Work.of(LayerCost(*map(sum, zip(*costs, strict=True))), activations.head)
 
 
 @dataclass(frozen=True, kw_only=True, config=_FIELDS)

@@ -417,11 +417,6 @@ class Work(NamedTuple):
         return cls(products, attention, 3 * cost.operands, loss, cost.saved_by_autograd, 3 * cost.operations)
 
 
-def sum_of(costs: Sequence[LayerCost]) -> LayerCost:
-    """Return the sums of the costs of several blocks."""
-    return LayerCost(*map(sum, zip(*costs, strict=True)))
-
-
 def _layer_costs(shape: StepShape, layers: Sequence[int]) -> Any:
     """Return the costs of blocks of the model on a rank: an array of a row for each, whose columns are `LayerCost`."""
 

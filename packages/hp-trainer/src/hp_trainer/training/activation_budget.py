@@ -123,18 +123,8 @@ class Demand:
             >>> demand.peak([BlockRecompute(offloads=True)] * 3)
             10.0
         """
-        pairs = list(zip(self.blocks, chosen, strict=True))
-        saved = [block.saved(each) for block, each in pairs]
-        pending = [
-            saved[index] if self.never_offloads(index) else block.on_device(each)
-            for index, (block, each) in enumerate(pairs)
-        ]
-        reusable = [block.reusable(each) for block, each in pairs]
-        temporary = [block.temporary(each) for block, each in pairs]
-        _, peaks = bytes_in_backward(*(np.array(each, float) for each in (saved, pending, reusable, temporary)))
-        at_loss = 0.0 if self.head is None else sum(pending) + self.head.saved() + self.head.working
-        # The other micro-batches in flight are not in backward, and hold what they hold after forward.
-        return float((self.in_flight - 1) * sum(pending) + max(peaks.max(initial=0.0), at_loss))
+        search, choices = self._search(chosen)
+        return float(search.peaks(choices)[0])
 
     def work(self, rates: CostRates = ESTIMATED) -> float:
         """Return the work of the forward of one micro-batch, head included, in operations."""
@@ -143,18 +133,13 @@ class Demand:
 
     def cost(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> float:
         """Return the additional work of a micro-batch in operations: recomputation, and copies that are not hidden."""
-        recomputation = sum(rates.recomputation(block, each) for block, each in zip(self.blocks, chosen, strict=True))
-        return recomputation + sum(self.exposed_copies(chosen, rates))
+        search, choices = self._search(chosen, rates)
+        return float(search.costs(choices)[0])
 
-    def exposed_copies(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> Iterator[float]:
-        """Yield the part of each block's copies that the next block does not hide, in operations."""
-        for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True)):
-            if each.offloads and not self.never_offloads(index):
-                after, copied = self.blocks[index + 1], rates.host * (block.saved(each) - block.on_device(each))
-                forward = rates.work(after)
-                # Backward computes gradients of inputs and of weights: two products for each one of forward.
-                backward = 2 * forward + rates.recomputation(after, chosen[index + 1])
-                yield max(0.0, copied - forward) + max(0.0, copied - backward)
+    def exposed(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> float:
+        """Return the part of `cost` for copies that computation does not hide."""
+        search, choices = self._search(chosen, rates)
+        return float(search.exposed(choices)[0])
 
     def offloaded(self, chosen: Sequence[BlockRecompute]) -> float:
         """Return the bytes of a micro-batch that are copied to the host and back."""
@@ -163,6 +148,11 @@ class Demand:
             for index, (block, each) in enumerate(zip(self.blocks, chosen, strict=True))
             if not self.never_offloads(index)
         )
+
+    def _search(self, chosen: Sequence[BlockRecompute], rates: CostRates = ESTIMATED) -> tuple[_Search, Any]:
+        """Return a search over the options of a choice, and the choice as it takes it."""
+        options = list(dict.fromkeys(chosen))
+        return _Search(self, options, rates), np.array([[options.index(each) for each in chosen]], int)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +245,7 @@ def plan_recompute(
         least=least,
         cost=demand.cost(best, rates),
         work=demand.work(rates),
-        exposed=sum(demand.exposed_copies(best, rates)),
+        exposed=demand.exposed(best, rates),
         offloaded=demand.offloaded(best),
         cost_without_offload=demand.cost(without, rates) if offloads and without is not None else None,
     )
@@ -320,26 +310,29 @@ class _Search:
         return [replace(option, offloads=False) if stays else option for option, stays in pairs]
 
     def peaks(self, choices: Any) -> Any:
-        """Return `Demand.peak` of each row of choices."""
+        """Return the most bytes on the device at once, for each row of choices."""
         tables = (self._saved, self._on_device, self._reusable, self._temporary)
         saved, on_device, reusable, temporary = (table[self._kinds, choices] for table in tables)
         pending = np.where(self._never_offloads, saved, on_device)
         _, peaks = bytes_in_backward(saved, pending, reusable, temporary)
         total = pending.sum(axis=1)
         at_loss = (total + self._head) if self._head else 0.0
+        # The other micro-batches in flight are not in backward, and hold what they hold after forward.
         return np.maximum(peaks.max(axis=1, initial=0.0), at_loss) + (self._in_flight - 1) * total
 
     def costs(self, choices: Any) -> Any:
-        """Return `Demand.cost` of each row of choices."""
+        """Return the additional work of a micro-batch in operations, for each row of choices."""
+        return self._recomputed[self._kinds, choices].sum(axis=1) + self.exposed(choices)
+
+    def exposed(self, choices: Any) -> Any:
+        """Return the part of `costs` for copies that the next block's forward and backward do not hide."""
         recomputed = self._recomputed[self._kinds, choices]
         copied = self._host * (self._saved - self._on_device)[self._kinds, choices]
-        # Recomputation is counted per block; copies overlap with the next block's forward and backward.
-        costs = recomputed.copy()
-        forward = np.broadcast_to(self._forward[self._kinds][1:], recomputed[:, 1:].shape)
+        # Backward computes gradients of inputs and of weights: two products for each one of forward.
+        forward = self._forward[self._kinds][1:]
         hidden = (forward, 2 * forward + recomputed[:, 1:])
         exposed = sum(np.maximum(0.0, copied[:, :-1] - each) for each in hidden)
-        costs[:, :-1] += np.where(self._never_offloads[:-1], 0.0, exposed)
-        return costs.sum(axis=1)
+        return np.where(self._never_offloads[:-1], 0.0, exposed).sum(axis=1)
 
     def _starts(self, options: Sequence[int]) -> Any:
         """Return `[options, blocks]`: for each option the choice that has it for all blocks."""

@@ -79,13 +79,7 @@ def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> It
     )
     if _copies_heads(config, layer, shape):
         yield SavedActivation(name="joined heads", kind="rest", saved=out)
-    yield SavedActivation(
-        name="o_proj",
-        kind="products",
-        result=tokens * hidden * e,
-        flops=2 * tokens * heads * value * hidden,
-        operands=_operands(tokens, heads * value, hidden, e),
-    )
+    yield _products("o_proj", shape, (heads * value, hidden))
     yield from _exchanged(config, layer, shape)
     yield _scattered("attention output", config, shape)
     if config.post_norms:
@@ -95,17 +89,10 @@ def _attention(config: DecoderOptions, layer: int, shape: MicroBatchShape) -> It
 def _grouped(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedActivation]:
     tokens, e, width = shape.tokens, shape.itemsize, config.head_dim
     heads, kv_heads = config.num_attention_heads / shape.tp, _kv_heads(config, shape)
-    projected = tokens * config.num_key_value_heads / shape.tp * width * e
-    flops = 2 * tokens * config.hidden_size * width * (heads + 2 * config.num_key_value_heads / shape.tp)
-    yield SavedActivation(
-        name="q_proj, k_proj, v_proj",
-        kind="products",
-        # Values only: queries and keys are saved after their rotation.
-        saved=tokens * kv_heads * width * e,
-        result=tokens * heads * width * e + 2 * projected,
-        flops=flops,
-        operands=_operands(tokens, config.hidden_size, width * (heads + 2 * config.num_key_value_heads / shape.tp), e),
-    )
+    projected = width * (heads + 2 * config.num_key_value_heads / shape.tp)
+    # Values only: queries and keys are saved after their rotation.
+    values = tokens * kv_heads * width * e
+    yield _products("q_proj, k_proj, v_proj", shape, (config.hidden_size, projected), saved=values)
     if config.qk_norm == "full" and shape.tp > 1:
         # A norm over all heads needs full rows of queries and keys, and returns them sharded by heads.
         both = (config.num_attention_heads + config.num_key_value_heads) * width
@@ -125,25 +112,14 @@ def _latent(config: DecoderOptions, shape: MicroBatchShape) -> Iterator[SavedAct
     score, value = _score_width(config), config.v_head_dim
     # Latent attention (DeepSeek-V2, section 2.1): narrow products down, then wide ones up to all heads.
     narrow, wide = rank + config.qk_rope_head_dim, heads * (config.qk_nope_head_dim + value)
-    widths = heads * score + narrow + wide + (q_rank or 0)
-    queries = hidden * heads * score if q_rank is None else q_rank * (hidden + heads * score)
+    products = [(hidden, narrow + (q_rank or heads * score)), (rank, wide)]
+    products += [] if q_rank is None else [(q_rank, heads * score)]
+    # Values are a view of the wide product, which keeps all of it alive; queries and keys are saved once rotated.
+    projections = _products("query, key and value projections", shape, *products, saved=tokens * wide * e)
     # Gradients of the narrow vectors, and of the keys that all heads share.
-    narrow_gradients = [
-        x for each in (rank, q_rank) for x in _all_reduced("tp", shape.tp, shape.most_tokens * (each or 0) * e)
-    ]
+    narrow_gradients = _all_reduced("tp", shape.tp, shape.most_tokens * (rank + (q_rank or 0)) * e, len(products) - 1)
     shared_keys = _share(shape.tp) * shape.most_tokens * config.num_attention_heads * config.qk_rope_head_dim * e
-    yield SavedActivation(
-        name="query, key and value projections",
-        kind="products",
-        # Values are a view of the wide product, which keeps all of it alive; queries and keys are saved once rotated.
-        saved=tokens * wide * e,
-        result=tokens * widths * e,
-        flops=2 * tokens * (queries + hidden * narrow + rank * wide),
-        operands=_operands(tokens, hidden, narrow + (q_rank or heads * score), e)
-        + _operands(tokens, rank, wide, e)
-        + (0 if q_rank is None else _operands(tokens, q_rank, heads * score, e)),
-        backward=(*narrow_gradients, Traffic("tp", "all_gather", shared_keys, 1)),
-    )
+    yield replace(projections, backward=(*narrow_gradients, Traffic("tp", "all_gather", shared_keys, 1)))
     if q_rank is not None:
         yield _norm("q_a_norm", q_rank, tokens, shape, own_input=True, weight=0)
     # The norm saves a view of the narrow product, which keeps the shared keys beside it alive.
@@ -215,25 +191,12 @@ def _dense(name: str, config: DecoderOptions, width: float, shape: MicroBatchSha
     hidden, tokens, e, width = config.hidden_size, shape.tokens, shape.itemsize, width / shape.tp
     yield _gathered(f"{name} input", config, shape)
     gates = 2 * tokens * width * e
-    yield SavedActivation(
-        name=f"{name}.w1, w3",
-        kind="products",
-        saved=gates,
-        result=gates,
-        flops=4 * tokens * hidden * width,
-        operands=2 * _operands(tokens, hidden, width, e),
-    )
+    yield _products(f"{name}.w1, w3", shape, (hidden, width), (hidden, width), saved=gates)
     # SwiGLU has three matrices: gate (w1), up (w3) and down (w2). The gate's activation is saved for the product with
     # w3, and that product as the input of w2.
     activated = gates if _saves_input(config, "down_proj") else gates / 2
     yield SavedActivation(name=f"{name} activation", kind="rest", saved=activated)
-    yield SavedActivation(
-        name=f"{name}.w2",
-        kind="products",
-        result=tokens * hidden * e,
-        flops=2 * tokens * hidden * width,
-        operands=_operands(tokens, width, hidden, e),
-    )
+    yield _products(f"{name}.w2", shape, (width, hidden))
     yield _scattered(f"{name} output", config, shape)
 
 
@@ -480,6 +443,19 @@ def _norm(
     saved = rows * (((not of_input) + saves_result) * width * shape.itemsize + 4 * roots)
     gradients = _all_reduced("tp", shape.tp, (width if weight is None else weight) * shape.itemsize)
     return SavedActivation(name=name, kind="rest", saved=saved, backward=gradients)
+
+
+def _products(name: str, shape: MicroBatchShape, *widths: tuple[float, float], saved: float = 0.0) -> SavedActivation:
+    """Return products of all rows with weights of these (inputs, outputs)."""
+    tokens, e = shape.tokens, shape.itemsize
+    return SavedActivation(
+        name=name,
+        kind="products",
+        saved=saved,
+        result=tokens * sum(outputs for _, outputs in widths) * e,
+        flops=2 * tokens * sum(inputs * outputs for inputs, outputs in widths),
+        operands=sum(_operands(tokens, inputs, outputs, e) for inputs, outputs in widths),
+    )
 
 
 def _operands(rows: float, inputs: float, outputs: float, itemsize: int, weights: int = 1) -> float:

@@ -53,18 +53,8 @@ class DecoderEstimates:
 
     def __init__(self, config: DecoderOptions) -> None:
         self._config = config
-
-    @property
-    def num_layers(self) -> int:
-        return self._config.num_hidden_layers
-
-    @property
-    def hidden_size(self) -> int:
-        return self._config.hidden_size
-
-    @property
-    def has_micro_batch_statistics(self) -> bool:
-        return self._config.capacity_factor is not None or self._config.micro_batch_aux_loss > 0
+        self.num_layers, self.hidden_size = config.num_hidden_layers, config.hidden_size
+        self.has_micro_batch_statistics = config.capacity_factor is not None or config.micro_batch_aux_loss > 0
 
     def block_name(self, layer: int) -> str:
         return f"layers.{layer}"
