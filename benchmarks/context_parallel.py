@@ -1,7 +1,7 @@
 """Attention of a sequence that ranks share, forward and backward, under hp_dtensor and torch, on gloo ranks.
 
     python benchmarks/context_parallel.py [--ranks 2 | --ranks 4] [--lengths 1024 4096 16384] [--masks causal full]
-        [--kv-heads 8 2] [--rounds 7] [--seconds 20] [--memory] [--timeline]
+        [--kv-heads 8 2] [--contenders "our ring" ...] [--rounds 7] [--seconds 10] [--memory] [--timeline]
 
 Torch is its own context parallel ring (`torch.distributed.tensor.experimental._context_parallel`), with both of its
 ways to rotate keys and values. Its dispatcher knows no attention of the CPU, so its ring is given the same flash kernel
@@ -13,7 +13,9 @@ reach. Of each other one the table has the median step time and the median proce
 ranks; other work on the machine does not count in it), how much that is of torch's default, and which share of it the
 limit takes. Under a causal mask the kernel itself does more than the limit: it computes full blocks of 512 keys. So the
 second contender sends nothing either, and calls the kernels on the blocks of our ring, without merging their results:
-what a ring on these kernels cannot go below.
+what a ring on these kernels cannot go below. The third one also sends each block once in forward, and in backward once
+more with its gradients, through the same shared memory, but reads no message: what a ring cannot go below that sends
+its messages so.
 
 A case ends after `--rounds` rounds, or with the round in which it reaches `--seconds`. The first round is a warm-up,
 unless it is the only one.
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import operator
 import resource
 import statistics
@@ -157,6 +160,20 @@ def ours(method: str, ulysses: bool) -> Callable[[Case], Attend]:
 
 def blocks_alone(case: Case) -> Attend:
     """Return a function that calls the kernels on the blocks of our ring."""
+    return lambda *tensors: Blocks.apply(*tensors, ring_blocks(case), None)
+
+
+def blocks_and_messages(case: Case) -> Attend:
+    """Return a function that calls the kernels on the blocks of our ring, and exchanges its messages."""
+    from hp_dtensor.comm.world import current_world
+
+    group = current_world(connected_platform()).all
+    return lambda *tensors: Blocks.apply(*tensors, ring_blocks(case), group)
+
+
+@functools.cache
+def ring_blocks(case: Case) -> list[Any]:
+    """Return the blocks of our ring on this rank: queries, keys and scores."""
     from hp_dtensor import SequenceSharding
     from hp_dtensor.parallel.attention.masks import Tokens
     from hp_dtensor.parallel.attention.ring import plan_ring
@@ -165,49 +182,71 @@ def blocks_alone(case: Case) -> Attend:
     sharding = SequenceSharding(length=case.length, ranks=case.ranks, balanced=case.causal)
     tokens = [Tokens(sharding.indices(rank)) for rank in range(case.ranks)]
     plan = plan_ring(tokens, dist.get_rank(), case.causal, None, None)
-    blocks = [
+    return [
         (slice(segment.start, segment.stop), slice(keys.start, keys.stop), BlockScores(case.head_dim**-0.5, **causal))
         for rows in plan.plans
         for segment in rows[0].segments
         for keys in segment.keys
         for causal in [{"is_causal": keys.is_causal}]
     ]
-    return lambda *tensors: Blocks.apply(*tensors, blocks)
 
 
 class Blocks(torch.autograd.Function):
-    """Calls of the kernels on blocks (queries, keys, scores), forward and backward. Their results are dropped."""
+    """Calls of the kernels on blocks, forward and backward. Their results are dropped.
+
+    With a group, keys and values are sent to all ranks meanwhile, and after backward tensors like their gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Any, group: Any
+    ) -> torch.Tensor:
+        ctx.group, work = group, start_messages(group, key, value)
         block = connected_platform().attention_block
         found = [block(query[:, :, q], key[:, :, k], value[:, :, k], scores) for q, k, scores in blocks]
         # The first is of the rank's own keys, and has all queries.
         ctx.save_for_backward(query, key, value, *found[0])
         ctx.blocks = blocks
+        work.wait()
         return found[0][0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
+        work = start_messages(ctx.group, key, value)
         for q, k, scores in ctx.blocks:
             g, queries, of_queries, lse_of_queries = (x[:, :, q] for x in (grad, query, out, lse))
             connected_platform().attention_block_grad(
                 g, queries, key[:, :, k], value[:, :, k], of_queries, lse_of_queries, scores
             )
-        return query, key, value, None
+        work.wait()
+        start_messages(ctx.group, key, value).wait()
+        return query, key, value, None, None
+
+
+def start_messages(group: Any, *tensors: torch.Tensor) -> Any:
+    """Start sending a message of these tensors to each other rank, which does not read it."""
+    from hp_dtensor.comm.process_group import DONE
+
+    if group is None:
+        return DONE
+    others = [rank != group.rank for rank in range(group.size)]
+    memory = [torch.empty(sum(x.numel() for x in tensors)) if other else None for other in others]
+    return group.start_exchange([tensors if other else None for other in others], memory, lambda rank, message: None)
 
 
 CONTENDERS = {
     "products alone": products_alone,
     "blocks alone": blocks_alone,
+    "blocks and messages": blocks_and_messages,
     "torch, all-gather": torch_ring("allgather"),
     "torch, all-to-all": torch_ring("alltoall"),
     "our ring": ours("ring", False),
     "our all-gather": ours("all_gather", False),
     "our Ulysses": ours("ring", True),
 }
-LIMIT, BLOCKS, DEFAULT = "products alone", "blocks alone", "torch, all-gather"
+LIMIT, DEFAULT = "products alone", "torch, all-gather"
+NOT_MERGED = (LIMIT, "blocks alone", "blocks and messages")
 
 
 def measure(names: Sequence[str], cases: Sequence[Case], *settings: Any) -> list[dict[str, Any]]:
@@ -250,6 +289,8 @@ def measure_case(names: Sequence[str], case: Case, rounds: int, max_seconds: flo
     seconds = {name: each[1:] or each for name, each in seconds.items()}
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     if timeline and "our ring" in names:
+        for x in tensors:
+            x.grad = None  # those found are compared below
         print_timeline(built["our ring"], tensors, grad, rank)
     return {
         "wall": {name: [wall for wall, _ in each] for name, each in seconds.items()},
@@ -268,9 +309,8 @@ def mean_over_ranks(values: list[float]) -> list[float]:
 
 def worst_difference(found: dict[str, list[torch.Tensor]]) -> float:
     """Return the largest difference of the rings' results and gradients from torch's default."""
-    # The limit attends to other keys, blocks alone are not merged, and the Ulysses sharding gives ranks other tokens:
-    # another sequence.
-    rings = [name for name, tensors in found.items() if tensors and name not in (LIMIT, BLOCKS, "our Ulysses")]
+    # The Ulysses sharding gives ranks other tokens: another sequence.
+    rings = [name for name, tensors in found.items() if tensors and name not in (*NOT_MERGED, "our Ulysses")]
     pairs = [pair for name in rings for pair in zip(found[name], found[rings[0]], strict=True)]
     return max((float((x - y).abs().max()) for x, y in pairs), default=0.0)
 
@@ -299,8 +339,8 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
             events.append((time.perf_counter() - start, f"hop started {(time.perf_counter() - start) * 1e3:6.1f} ms"))
             self.wait = noted("wait", work.wait)
 
-    swap = ring._Ring.swap
-    ring._Ring.swap = lambda self, *args: Hop(swap(self, *args))
+    exchange = ring._Ring.exchange
+    ring._Ring.exchange = lambda self, *args: Hop(exchange(self, *args))
     ring.PartialAttention.add = noted("forward", ring.PartialAttention.add)
     ring.AttentionGrads.add = noted("backward", ring.AttentionGrads.add)
     attend(*tensors).backward(grad)
@@ -311,7 +351,7 @@ def print_timeline(attend: Any, tensors: list[torch.Tensor], grad: torch.Tensor,
 def print_case(case: Case, result: dict[str, Any], peak: dict[str, float]) -> None:
     mask = "causal" if case.causal else "full"
     print(f"\n{case.length} tokens, {mask}, {case.heads} heads over {case.kv_heads}, {case.ranks} ranks")
-    print(f"{'':18s} {'step ms':>9s} {'of torch':>9s} {'processor ms':>13s} {'of torch':>9s} {'limit takes':>12s}")
+    print(f"{'':19s} {'step ms':>9s} {'of torch':>9s} {'processor ms':>13s} {'of torch':>9s} {'limit takes':>12s}")
     wall, spent = result["wall"], result["processor"]
     for name in wall:
         # Ratios of steps that followed each other: what else runs on the machine falls on both.
@@ -323,7 +363,7 @@ def print_case(case: Case, result: dict[str, Any], peak: dict[str, float]) -> No
             text += f", {peak[name] / 2**20:7.1f} MiB added ({peak[name] / peak[DEFAULT]:4.2f})"
         if name in result["sent"]:
             text += f", {result['sent'][name] / 2**20:6.1f} MiB sent"
-        print(f"{name:18s} {text}")
+        print(f"{name:19s} {text}")
     print(f"largest difference of the rings' results and gradients from {DEFAULT}: {result['worst']:.1e}", flush=True)
 
 
@@ -335,8 +375,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, nargs="+", default=[8])
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--timeline", action="store_true")
     options = parser.parse_args()
@@ -348,10 +389,11 @@ def main() -> None:
         for kv_heads in options.kv_heads
         for length in options.lengths
     ]
-    names = list(CONTENDERS)
+    # The others are compared with these two.
+    names = [name for name in CONTENDERS if name in (LIMIT, DEFAULT, *options.contenders)]
     results = run_torch_ranks(measure, options.ranks, names, cases, options.rounds, options.seconds, options.timeline)
     for case, result in zip(cases, results, strict=True):
-        alone = names[2:] if options.memory else []
+        alone = [name for name in names if name not in NOT_MERGED] if options.memory else []
         peak = {name: run_torch_ranks(measure, case.ranks, [name], [case], 1, 0.0, False)[0]["peak"] for name in alone}
         print_case(case, result, peak)
 
