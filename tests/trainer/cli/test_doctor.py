@@ -77,7 +77,7 @@ def test_two_ranks_measure_their_link(platform, command, tmp_path, capsys):
     assert pair["ranks"] == [0, 1]
     measured = [each["flops"] for each in figures["products"]]
     measured += [pair["latency"], pair["bandwidth"], figures["copy_bandwidth"], figures["host_bandwidth"]]
-    measured += [each[name] for each in figures["overlaps"] for name in ("waited", "product", "both")]
+    measured += [each[name] for each in figures["overlaps"] for name in ("seconds", "product_seconds", "both_seconds")]
     assert len(figures["overlaps"]) == 3
     assert min(measured) > 0
     device = find_device(str(tmp_path / "device.yaml"))

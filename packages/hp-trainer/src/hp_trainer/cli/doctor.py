@@ -218,8 +218,9 @@ def _describe_links(found: Examination) -> Iterator[str]:
         yield from _row("", f"hp_dtensor.Links({latency=}, {bandwidth=})")
     label = "all-gathers"
     for each in found.overlaps:
-        text = f"{each.axis}, {each.num_bytes / 2**10:,.0f} KiB: {each.waited * 1e3:.3g} ms after products "
-        yield from _row(label, f"{text}of {each.product * 1e3:.3g} ms; both at once {each.both * 1e3:.3g} ms")
+        text = f"{each.axis}, {each.bytes / 2**10:,.0f} KiB: {each.seconds * 1e3:.3g} ms after products "
+        text += f"of {each.product_seconds * 1e3:.3g} ms; both at once {each.both_seconds * 1e3:.3g} ms"
+        yield from _row(label, text)
         label = ""
 
 
@@ -300,20 +301,11 @@ def _device_file(found: Examination) -> str:
         for seconds in [2 * math.prod(each.shape) / each.flops]
     ]
     fields["blocks"] = [{"dtype": "float32", **asdict(each)} for each in found.blocks]
-    fields["collectives"] = [
-        {
-            "collective": "all_gather",
-            "ranks": each.ranks,
-            "nodes": each.machines,
-            "bytes": each.num_bytes,
-            "seconds": each.waited,
-            "product_seconds": each.product,
-            "both_seconds": each.both,
-        }
-        for each in found.overlaps
-    ]
+    fields["collectives"] = [{"collective": "all_gather", **asdict(each)} for each in found.overlaps]
+    for each in fields["collectives"]:
+        del each["axis"]
     notes = [f"measured by hp-train doctor on {found.platform}, the slowest of {_counted(len(found.facts), 'rank')}"]
-    if all(each.machines > 1 for each in found.overlaps):
+    if all(each.nodes > 1 for each in found.overlaps):
         notes.append("no links within a machine were measured: add inner_bandwidth and outer_bandwidth")
     comments = "".join(f"# {note}\n" for note in notes)
     # More digits than four would be noise of the measurement.

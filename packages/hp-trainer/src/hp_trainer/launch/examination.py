@@ -75,19 +75,19 @@ class Overlap:
     """Seconds of an all-gather of sequence shards along an axis, and of products of about its time.
 
     Attributes:
-        ranks, machines: ranks that take part, and the machines that they are on.
-        num_bytes: bytes that each rank sends.
-        waited: what the all-gather adds to products before it; ranks arrive at different times.
-        product, both: the products alone, and at the same time as an all-gather of as many bytes of weights.
+        ranks, nodes: ranks that take part, and the machines that they are on.
+        bytes: bytes that each rank sends.
+        seconds: what the all-gather adds to products before it; ranks arrive at different times.
+        product_seconds, both_seconds: the products alone, and beside an all-gather of as many bytes of weights.
     """
 
     axis: str
     ranks: int
-    machines: int
-    num_bytes: int
-    waited: float
-    product: float
-    both: float
+    nodes: int
+    bytes: int
+    seconds: float
+    product_seconds: float
+    both_seconds: float
 
 
 @dataclass(frozen=True)
