@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,7 +155,8 @@ def test_a_collective_that_fails_says_where(
     def timed_out(*_: Any) -> Any:
         raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
 
-    monkeypatch.setattr(AllGather, "_launch", lambda *_: timed_out if asynchronous else timed_out())
+    pending = SimpleNamespace(wait=timed_out)
+    monkeypatch.setattr(AllGather, "communicate", lambda *_: pending if asynchronous else timed_out())
 
     def rank() -> list[str]:
         mesh = DeviceMesh("cpu", (2,), mesh_dim_names=("tp",), platform=hp_platform)

@@ -240,8 +240,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     def device_of(self, x: Tensor) -> torch.device:
         return x.device
 
-    def is_meta(self, x: Tensor) -> bool:
-        return x.is_meta
+    is_meta = staticmethod(operator.attrgetter("is_meta"))
 
     @contextlib.contextmanager
     def default_device(self, device: Any) -> Iterator[None]:
@@ -292,8 +291,7 @@ class TorchPlatform(TorchProcesses, TorchModules, Platform):
     is_grad_enabled = staticmethod(torch.is_grad_enabled)
     requires_grad = staticmethod(operator.attrgetter("requires_grad"))
 
-    def is_leaf(self, x: Tensor) -> bool:
-        return x.is_leaf
+    is_leaf = staticmethod(operator.attrgetter("is_leaf"))
 
     def has_gradient_hooks(self, x: Tensor) -> bool:
         with self.local_op():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hp_dtensor.comm.process_group import ProcessGroup, pack
-from hp_dtensor.comm.saved_tensors import COLLECTIVES, saved_result
+from hp_dtensor.comm.saved_tensors import COLLECTIVES, current_record, saved_result
 from hp_dtensor.platform.interface import Platform
 
 Tensor = Any
@@ -82,7 +82,13 @@ def saving_result(collective: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
         >>> saving_result(lambda x: x)(3)
         3
     """
-    return lambda x: saved_result(COLLECTIVES, lambda: collective(x))
+
+    def saving(x: Tensor) -> Tensor:
+        if current_record.get() is None:
+            return collective(x)
+        return saved_result(COLLECTIVES, lambda: collective(x))
+
+    return saving
 
 
 def gather_data(x: Tensor, group: ProcessGroup, dim: int, lengths: Lengths) -> Tensor:
@@ -207,7 +213,8 @@ def _contiguous(group: ProcessGroup, x: Tensor) -> Tensor:
 
 
 def _own_copy(group: ProcessGroup, x: Tensor) -> Tensor:
-    return _contiguous(group, _platform(group).ops.clone(x))
+    platform = _platform(group)
+    return platform.contiguous(platform.ops.clone(x))
 
 
 def _with_length(x: Tensor, dim: int, length: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import numbers
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from hp_dtensor.comm.mesh_layout import (
     MeshAxis,
@@ -149,7 +149,10 @@ class DeviceMesh(MeshCoordinates):
         ((4,), (0, 0))
     """
 
-    __slots__ = ("_groups", "_hash", "device_type")
+    __slots__ = ("_groups", "_hash", "device_type", "platform")
+
+    platform: Platform
+    """The platform of the mesh's world. A fake world has none, which raises a MeshError."""
 
     def __init__(
         self,
@@ -185,6 +188,8 @@ class DeviceMesh(MeshCoordinates):
         self.device_type = device_type
         self._place(axes, base, ranks, world, aliases)
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
+        if world.platform is not None:
+            self.platform = world.platform
         # Computed once: meshes are part of the key of every cached plan. Worlds are compared by identity, as in
         # `__eq__`.
         self._hash = hash((*self._identity, id(world)))
@@ -200,14 +205,14 @@ class DeviceMesh(MeshCoordinates):
         mesh._setup(self.device_type, axes, base, self._ranks, self.world, self._aliases)
         return mesh
 
-    @property
-    def platform(self) -> Platform:
-        """Return the platform of the mesh's world. A fake world has none, which raises a MeshError."""
-        if self.world.platform is None:
+    # Called for attributes without a value. As a property the platform would cost a call of Python at each of several
+    # uses in every redistribution.
+    def __getattr__(self, name: str) -> NoReturn:
+        if name == "platform":
             raise MeshError(
                 "this mesh belongs to a world without a platform (a fake world); it can only be planned with"
             )
-        return self.world.platform
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     @property
     def mesh(self) -> Any:

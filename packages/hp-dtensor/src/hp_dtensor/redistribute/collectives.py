@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
-from hp_dtensor.comm.collectives import exchange_packed
+from hp_dtensor.comm.collectives import all_reduce_data, exchange_packed
 from hp_dtensor.comm.process_group import Work
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.redistribute.exchange import Exchange
@@ -24,15 +24,15 @@ class Collective(Step):
     op = "sum"
 
     def run(self, local: Tensor) -> Tensor:
-        return self._launch(local, False)()
-
-    def start(self, local: Tensor) -> Callable[[], Tensor]:
-        return self._launch(local, True)
-
-    def _launch(self, local: Tensor, async_op: bool) -> Callable[[], Tensor]:
         sent = self.pack(local)
         received = self.empty_output(sent)
-        return after(self.communicate(received, sent, async_op), lambda: self.unpack(received))
+        self.communicate(received, sent, False).wait()
+        return self.unpack(received)
+
+    def start(self, local: Tensor) -> Callable[[], Tensor]:
+        sent = self.pack(local)
+        received = self.empty_output(sent)
+        return after(self.communicate(received, sent, True), lambda: self.unpack(received))
 
     @property
     @abstractmethod
@@ -116,9 +116,12 @@ class AllReduce(Collective):
 
     blocks_sent = blocks_received = 1
 
+    def run(self, local: Tensor) -> Tensor:
+        return all_reduce_data(local, self.mesh.group_over(self.axes), self.op)
+
     def pack(self, local: Tensor) -> Tensor:
         # An all-reduce writes to its input, which may be an activation that autograd has saved. So it gets a copy.
-        return self.platform.contiguous(self.platform.ops.clone(local))
+        return _owned_copy(self.platform, local)
 
     def output_shape(self, sent: Sequence[int]) -> tuple[int, ...]:
         return tuple(sent)

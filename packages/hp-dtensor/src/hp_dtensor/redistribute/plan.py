@@ -157,7 +157,7 @@ class Stage:
             return self._run_selecting(platform, local)
         if self._changes_nothing:
             return local
-        return platform.linear_map(local, self._saving_data, self.run_backward)
+        return platform.linear_map(local, self._saving_data, self._gradient)
 
     def start_data(self, local: Tensor) -> Callable[[], Tensor]:
         """Start the steps and return a function that waits for the last one and returns the result of `run_data`."""
@@ -173,7 +173,11 @@ class Stage:
     def run_data(self, local: Tensor) -> Tensor:
         """Return this rank's data after the steps, without gradient."""
         for step in self.steps:
-            local = self._annotating(step, step.run, local)
+            try:
+                local = step.run(local)
+            except Exception as error:
+                self._annotate(step, error)
+                raise
         return local
 
     def _annotating(self, step: Step, function: Callable[..., Result], *args: Any) -> Result:
@@ -181,11 +185,14 @@ class Stage:
         try:
             return function(*args)
         except Exception as error:
-            error.add_note(
-                f"On rank {self.source.mesh.world.rank}, in {step.name} of the redistribution of {self.source!r} to "
-                f"{self.target.describe_placements()}. {HINT_IF_RANKS_DIFFER}"
-            )
+            self._annotate(step, error)
             raise
+
+    def _annotate(self, step: Step, error: Exception) -> None:
+        error.add_note(
+            f"On rank {self.source.mesh.world.rank}, in {step.name} of the redistribution of {self.source!r} to "
+            f"{self.target.describe_placements()}. {HINT_IF_RANKS_DIFFER}"
+        )
 
     def run_backward(self, grad: Tensor) -> Tensor:
         """Return the gradient of the stage's input from that of its output."""
@@ -198,6 +205,13 @@ class Stage:
     def _saving_data(self) -> Callable[[Tensor], Tensor]:
         """`run_data`, whose result recomputation may save if the steps communicate."""
         return saving_result(self.run_data) if any(step.axes for step in self.steps) else self.run_data
+
+    @functools.cached_property
+    def _gradient(self) -> Callable[[Tensor], Tensor]:
+        """`run_backward`, or the identity where that changes nothing, as of a sum."""
+        up, down = self.factors
+        is_same = not self._backward.steps and up * self._num_copies == down == 1
+        return (lambda grad: grad) if is_same else self.run_backward
 
     @functools.cached_property
     def _backward(self) -> RedistributePlan:

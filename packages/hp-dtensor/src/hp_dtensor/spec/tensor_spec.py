@@ -222,6 +222,7 @@ def has_gradient(spec: TensorSpec) -> bool:
     )
 
 
+@cached_by_spec(maxsize=4096)
 def visible_grad_spec(spec: TensorSpec) -> TensorSpec:
     """Return `grad_spec` of a value, or raise a GradientPathError if no placements can describe its gradient."""
     if not has_gradient(spec):

@@ -138,8 +138,8 @@ def plain_backward_arguments(output: Tensor, gradient: Tensor | None) -> tuple[T
     """
     if not isinstance(output, DTensorBase):
         return output, gradient.spec.mesh.platform.unwrap(gradient) if isinstance(gradient, DTensorBase) else gradient
-    spec, platform = output.spec, output.spec.mesh.platform
-    wanted = grad_spec(spec)
+    spec: TensorSpec = output._spec
+    platform, wanted = spec.mesh.platform, grad_spec(spec)
     if gradient is not None and gradient.shape != (
         wanted.shape if isinstance(gradient, DTensorBase) else wanted.local_shape
     ):
@@ -151,14 +151,22 @@ def plain_backward_arguments(output: Tensor, gradient: Tensor | None) -> tuple[T
         # Autograd works on local tensors, so placements are settled before it starts.
         check_explicit("backward", ("gradient",), gradient.spec, wanted)
         gradient = platform.unwrap(redistribute(gradient, wanted.mesh, wanted.placements))
+    if platform.is_grad_enabled():
+        return _root_and_seed(output, wanted, gradient)
     with platform.enable_grad():  # reentrant checkpoints call backward inside of a backward
-        if not has_gradient(spec):
-            # Partial, but not a sum: the contributions have different gradients. So the output is reduced first.
-            check_explicit("backward", (), spec, wanted)
-            output = redistribute(output, wanted.mesh, wanted.placements)
-        elif gradient is not None:
-            gradient = as_contributed(spec, gradient)
-        return platform.unwrap(output), gradient
+        return _root_and_seed(output, wanted, gradient)
+
+
+def _root_and_seed(output: Any, wanted: TensorSpec, gradient: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return a DTensor as plain root of a backward, and its seed from a plain gradient of spec `wanted`."""
+    spec: TensorSpec = output._spec
+    if not has_gradient(spec):
+        # Partial, but not a sum: the contributions have different gradients. So the output is reduced first.
+        check_explicit("backward", (), spec, wanted)
+        output = redistribute(output, wanted.mesh, wanted.placements)
+    elif gradient is not None:
+        gradient = as_contributed(spec, gradient)
+    return wanted.mesh.platform.unwrap(output), gradient
 
 
 def with_redistributed_grad(platform: Any, local: Tensor, arriving: TensorSpec, wanted: TensorSpec) -> Tensor:

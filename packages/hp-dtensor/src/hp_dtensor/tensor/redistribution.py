@@ -20,7 +20,7 @@ from hp_dtensor.redistribute import RedistributePlan, plan_across, plan_between
 from hp_dtensor.redistribute.collectives import BUCKET_BYTES, run_data_together
 from hp_dtensor.spec import rank_checks
 from hp_dtensor.spec.placements import Placement, Replicate, is_aliases, placements_for
-from hp_dtensor.spec.tensor_spec import TensorSpec, require_placements
+from hp_dtensor.spec.tensor_spec import TensorSpec, cached_by_spec, require_placements
 from hp_dtensor.tensor.base import DTensorBase
 from hp_dtensor.tensor.saved_shards import pass_on
 
@@ -190,10 +190,15 @@ def redistribute(
     """
     source: TensorSpec = x.spec
     mesh = source.mesh if device_mesh is None else require_mesh("redistribute", device_mesh)
-    wanted = placements_on("redistribute", mesh, placements, source.ndim)
+    wanted = placements_on("redistribute", mesh, placements, len(source.shape))
     if forward_dtype is not None or backward_dtype is not None:
         return _redistribute_in(x, mesh, wanted, forward_dtype, backward_dtype)
-    return redistribute_to(x, TensorSpec(mesh, wanted, source.shape, source.dtype), async_op)
+    # Cached for the own mesh, where the look-up of an interned spec would be a notable part.
+    target = _placed(source, wanted) if device_mesh is None else TensorSpec(mesh, wanted, source.shape, source.dtype)
+    return redistribute_to(x, target, async_op)
+
+
+_placed = cached_by_spec(maxsize=4096)(TensorSpec.with_placements)
 
 
 def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
@@ -204,7 +209,7 @@ def redistribute_to(x: Any, target: TensorSpec, async_op: bool = False) -> Any:
         return x
     platform = source.mesh.platform
     local = platform.unwrap(x)
-    if source.mesh != target.mesh:
+    if source.mesh is not target.mesh and source.mesh != target.mesh:
         return platform.wrap(plan_across(source, target, platform.itemsize(source.dtype)).run(local), target)
     rank_checks.check_redistribution(source, target)
     plan = plan_between(source, target, platform.itemsize(source.dtype))
@@ -282,8 +287,13 @@ def _redistribute_in(
 
 def wrap_with_source(local: Tensor, plan: RedistributePlan, moved: Tensor, target: TensorSpec) -> Any:
     """Return the result of a plan as a DTensor that refers to its source, for its varying views."""
-    result = target.mesh.platform.wrap(moved, target)
-    result.__dict__.update(_source_attribute(local, plan, moved))
+    platform = target.mesh.platform
+    if moved is local:
+        return platform.wrap(moved, target)
+    memory = _source_attribute(local, plan, moved) if plan.may_vary_cheaply else None
+    result = platform.wrap_fresh(moved, target)
+    if memory is not None:
+        result.__dict__.update(memory)
     return result
 
 

@@ -43,7 +43,7 @@ Read = Callable[[Tensor], object]
 
 POLL_SECONDS = 0.0001
 
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
+num_dispatch_modes = torch._C._len_torch_dispatch_stack  # of this thread
 
 
 def is_watched() -> bool:
@@ -52,7 +52,7 @@ def is_watched() -> bool:
     Such a mode (torch's `FlopCounterMode`, say) must get plain tensors and torch's own process groups, because it would
     use a DTensor's global shape. Our own modes have `knows_shards` and do not change what is computed.
     """
-    return bool(_num_dispatch_modes()) and any(
+    return bool(num_dispatch_modes()) and any(
         not getattr(mode, "knows_shards", False) for mode in _get_current_dispatch_mode_stack()
     )
 
@@ -234,7 +234,7 @@ class TorchGroup(ProcessGroup):
 
         Calls of a process group pass torch's dispatcher, where the mode (torch's `CommDebugMode`, say) sees them.
         """
-        if not is_watched():
+        if not (num_dispatch_modes() and is_watched()):
             return self.connection(device_type)
         found = self._seen_by_modes.get(device_type)
         if found is None:

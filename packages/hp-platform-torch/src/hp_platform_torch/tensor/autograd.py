@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from hp_platform_torch.tensor.torch_operation import NoGrad
+from hp_platform_torch.tensor.torch_operation import NoGrad, is_intercepting
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
@@ -70,10 +70,13 @@ def _will_run(node: Any) -> bool:
 
 def linear_map(x: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
     """Apply `forward`, a linear map whose gradient is its dual `backward`; differentiable any number of times."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        is_plain = type(x) is torch.Tensor and not torch._C._are_functorch_transforms_active()
-        apply = _apply_linear_map if is_plain else _LinearMap.apply
-        return apply(x, forward, backward)
+    if not torch.is_grad_enabled():
+        return forward(x)
+    if x.requires_grad:
+        # Inside `LocalOperations` DTensors stand for their shards.
+        is_plain = type(x) is torch.Tensor or not is_intercepting()
+        is_direct = is_plain and not torch._C._are_functorch_transforms_active()
+        return (_apply_linear_map if is_direct else _LinearMap.apply)(x, forward, backward)
     with NoGrad():
         return forward(x)
 

@@ -21,7 +21,7 @@ from hp_dtensor.tensor.base import FACTS, PendingDTensor, set_pending
 from hp_dtensor.tensor.dtensor import DTensor, check_copied
 from hp_dtensor.tensor.gradients import as_contributed, as_replicated, check_gradient
 from hp_dtensor.tensor.redistribution import forget_source
-from hp_platform_torch.comm.groups import is_watched
+from hp_platform_torch.comm.groups import is_watched, num_dispatch_modes
 from hp_platform_torch.tensor import distributed_checkpoint as checkpointing
 from hp_platform_torch.tensor.torch_operation import (
     LocalOperations,
@@ -197,19 +197,22 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
             # saves the DTensors themselves, at no cost.
             if _saved_tensor_hooks(True) is not None:
                 call = operation.call_with_plain
-            elif is_watched():
+            elif num_dispatch_modes() and is_watched():
                 call = operation.call_with_local
         try:
-            if len(args) == 2 and not kwargs:
-                # `Operation.key` written out for the most frequent number of arguments: the call of a method takes 3 %
-                # of an addition.
+            if kwargs or not 0 < len(args) < 3:
+                key: Key = operation.key(args, kwargs or {})
+            # `Operation.key` written out for the most frequent numbers of arguments: the call of a method takes 3 % of
+            # an addition.
+            elif len(args) == 2:
                 x, y = args
-                key: Key = (
+                key = (
                     x._spec if type(x) is TorchDTensor else operation.key_of(x),
                     y._spec if type(y) is TorchDTensor else operation.key_of(y),
                 )
             else:
-                key = operation.key(args, kwargs or {})
+                (x,) = args
+                key = (x._spec if type(x) is TorchDTensor else operation.key_of(x),)
         except Uncached:
             return operation.run_uncached(call, args, kwargs or {})
         plan = operation.plans.get(key)
@@ -298,8 +301,7 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
                 value = wrap(value, wanted.with_dtype(value.dtype))
         if self._deferred_gradient is not None:
             self._deferred_gradient.drop()
-        with LocalOperations():
-            _set_local_grad(self, value)
+        run_locally(_set_local_grad, (), (self, value))
 
     @grad.deleter
     def grad(self) -> None:

@@ -37,6 +37,7 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any
 LocalOperations = torch._C.DisableTorchFunctionSubclass
 is_intercepting = torch._C._is_torch_function_enabled  # False inside of LocalOperations
 run_locally = torch._C._disabled_torch_function_impl  # (function, types, args) -> result, inside LocalOperations
+_requires_grad = Tensor.requires_grad.__get__
 
 
 class NoGrad:
@@ -99,12 +100,14 @@ _SAVE_NOTHING = frozenset({"add", "add_", "sub", "sub_"})
 
 def with_views(direct: DirectCall, args: Sequence[Any]) -> tuple[Any, ...]:
     """Return the arguments with varying views in place of those that need them."""
-    result = list(args)
-    with LocalOperations():
-        for position, axes in direct.views:
-            if result[position].requires_grad:
-                result[position] = recorded_view(result[position], result[position], axes)
-    return tuple(result)
+    result = tuple(args)
+    for position, axes in direct.views:
+        x = result[position]
+        if run_locally(_requires_grad, (), (x,)):
+            with LocalOperations():
+                view = recorded_view(x, x, axes)
+            result = (*result[:position], view, *result[position + 1 :])
+    return result
 
 
 class RedistributingCall(DirectCall):
