@@ -237,3 +237,44 @@ def test_a_backward_inside_of_another_one_is_judged_alone(outer, name) -> None:
     # The leaf of a plain backward has nothing behind it that would show that no node is left out.
     assert set(found[:2]) == {expected}
     assert after == [outer == "plain"]
+
+
+def test_a_deferred_weight_gradient_is_added_before_the_next_is_computed(platform):
+    layers = [torch.nn.Linear(2, 2, bias=False) for _ in range(2)]
+    x, events = torch.ones(1, 2, requires_grad=True), []
+
+    def unpacked(saved):
+        events.append(f"reads {saved[0]}")
+        return saved[1]
+
+    y = x
+    for index, layer in enumerate(layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, index=index: events.append(f"adds {index}"))
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved, index=index: (index, saved), unpacked):
+            y = layer(y)
+    _, finish = platform.split_backward([y], [torch.ones(1, 2)], [x])
+    events.clear()
+    finish()
+    # Each product reads both of its saved tensors.
+    assert events == ["reads 1", "reads 1", "adds 1", "reads 0", "reads 0", "adds 0"]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [lambda w: (w, w), lambda w: (2 * w,) * 2, lambda w: (2 * w, w), lambda w: (w.sin(), w.cos())],
+    ids=["the same", "one result", "a result and its weight", "two results"],
+)
+def test_a_split_backward_runs_nodes_that_layers_share_once(platform, x, weights):
+    w = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64, requires_grad=True)
+
+    def output():
+        first, second = weights(w)
+        return torch.nn.functional.linear(torch.nn.functional.linear(x, first), second)
+
+    (expected,) = torch.autograd.grad(output().sum(), w)
+    y, calls = output(), []
+    w.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    _, finish = platform.split_backward([y], [torch.ones_like(y)], [x])
+    finish()
+    torch.testing.assert_close(w.grad, expected, rtol=1e-12, atol=0)
+    assert len(calls) == 1

@@ -249,6 +249,7 @@ class _Fork:
         slots: indices of its gradients that belong to `branches`.
         branches: its edges that lead to no input.
         is_alone: no other node has edges to the targets of `branches`.
+        is_separate: nor to any node after them, so that a backward from `branches` concerns no other fork.
     """
 
     node: Node
@@ -256,6 +257,7 @@ class _Fork:
     slots: list[int]
     branches: list[GradientEdge]
     is_alone: bool
+    is_separate: bool
 
 
 class _Graph:
@@ -309,7 +311,18 @@ class _Graph:
         slots = [slot for slot, (child, _) in enumerate(edges) if child is not None and child not in between]
         branches = [GradientEdge(*edges[slot]) for slot in slots]
         is_alone = all(parent is node for edge in branches for parent in self._leading[edge.node])
-        return _Fork(node, self._edges_to(node) if branches else [], slots, branches, is_alone)
+        is_separate = is_alone and self._is_separate(node, branches)
+        return _Fork(node, self._edges_to(node) if branches else [], slots, branches, is_alone, is_separate)
+
+    def _is_separate(self, node: Node, branches: list[GradientEdge]) -> bool:
+        """Return True if every path to the nodes below `branches` comes from `node`."""
+        found = {edge.node for edge in branches}
+        waiting = list(found)
+        while waiting:
+            children = {child for child, _ in self._following[waiting.pop()] if child is not None} - found
+            found |= children
+            waiting += children
+        return all(parent is node or parent in found for each in found for parent in self._leading[each])
 
     def _edges_to(self, node: Node) -> list[GradientEdge]:
         places = {place for each in self._leading[node] for child, place in self._following[each] if child is node}
@@ -318,13 +331,17 @@ class _Graph:
 
 
 def _finish(apart: Sums, forks: list[_Fork], at_forks: list[Tensor | None], graph: Sequence[GradientEdge]) -> None:
-    """Run one backward from the gradients `apart` and those of the forks' branches; `graph` keeps nodes alive."""
+    """Run backwards from the gradients of the forks' branches and from `apart`; `graph` keeps nodes alive."""
     # From the end of both lists, so that each gradient at a fork is freed after its use.
     while forks:
         fork = forks.pop()
         own = [at_forks.pop() for _ in fork.edges][::-1]
+        # Of its own where possible: the gradient is added while it is in the cache, and the next one takes its memory.
+        sums: Sums = {} if fork.is_separate else apart
         for edge, grad in _branch_gradients(fork, own):
-            _add(apart, edge, grad)
+            _add(sums, edge, grad)
+        if fork.is_separate and sums:
+            _run(list(sums), list(sums.values()))
     if apart:
         _run(list(apart), list(apart.values()))
 
