@@ -144,14 +144,22 @@ def test_buffers_are_ready_before_the_first_send(hp_platform):
 def test_a_rank_that_has_ended_is_named(hp_platform, monkeypatch):
     """Errors of communication name the rank that this one waited for, and for what."""
 
-    def closed(self, x, source, async_op):
-        raise RuntimeError("Connection closed by peer")
+    class Closed:
+        def wait(self):
+            raise RuntimeError("Connection closed by peer")
+
+    def post(self, x, source, async_op):
+        posted.append(async_op)
+        return Closed()
+
+    posted = []
+    monkeypatch.setattr(SimulatedGroup, "_receive", post)
 
     def program():
         pipeline = pipeline_of(hp_platform, lambda y, call: y)
         pipeline._transfers.start_step()
         if pipeline.has_last_stage:
-            monkeypatch.setattr(SimulatedGroup, "_receive", closed)
+            assert posted == [True]
             pipeline._transfers.receive_forward(Action(1, Kind.FORWARD, 0))
 
     with pytest.raises(LaunchError, match=r"receiving the inputs of 1F0: rank 0, which has stages 0, has ended"):

@@ -176,10 +176,16 @@ def send_header(group: ProcessGroup, layout: MessageLayout, platform: Platform) 
     return [(group.send(buffer, 1, async_op=True), buffer) for buffer in buffers]
 
 
-def receive_header(group: ProcessGroup, platform: Platform) -> MessageLayout:
-    """Receive a layout from the first rank of a group of two."""
+def start_header(group: ProcessGroup, platform: Platform) -> tuple[Work, Tensor]:
+    """Post the receive of a layout from the first rank of a group of two."""
     first = platform.empty((HEADER_BYTES,), platform.dtype("uint8"))
-    group.receive(first, 0).wait()
+    return group.receive(first, 0, async_op=True), first
+
+
+def receive_header(group: ProcessGroup, platform: Platform, started: tuple[Work, Tensor]) -> MessageLayout:
+    """Wait for a layout whose receive is posted, and return it."""
+    work, first = started
+    work.wait()
     # The host reads it: buffers for the data are allocated from the layout.
     data = platform.to_numpy(first).tobytes()
     length = int.from_bytes(data[:8], "little")
@@ -232,7 +238,7 @@ class Transfers:
         mesh: DeviceMesh | None,
         *,
         fixed_shapes: bool = False,
-        receives_ahead: int = 2,
+        receives_ahead: int = 4,
     ) -> None:
         self.mesh, self._ahead = mesh, receives_ahead
         self._schedule, self._rank, self._ranks = schedule, rank, tuple(ranks)
@@ -242,6 +248,7 @@ class Transfers:
         self._position = {action: i for actions in schedule.actions for i, action in enumerate(actions)}
         self._backwards = {(a.stage, a.microbatch): a for a in self._position if a.kind in PRODUCES_INPUT_GRAD}
         self._layouts: dict[int, MessageLayout] = {}
+        self._headers: dict[int, tuple[Work, Tensor]] = {}
         self._fixed: dict[int, MessageLayout] | None = {} if fixed_shapes else None
         self._sent: dict[int, list[_Sent]] = {}
         self._expected: dict[int, deque[Action]] = {}
@@ -279,6 +286,7 @@ class Transfers:
         """Discard pending messages after an error."""
         self._sent.clear()
         self._arriving.clear()
+        self._headers.clear()
 
     def send_forward(self, action: Action, layout: MessageLayout, tensors: Sequence[Tensor]) -> None:
         """Send a stage's outputs (local tensors) to the next stage."""
@@ -373,11 +381,16 @@ class Transfers:
             sent = self._layouts.get(needed_by.stage)
             return None if sent is None else [meta for meta in sent.tensors if meta.requires_grad]
         source = needed_by.stage - 1
-        if source not in self._layouts and may_wait:
+        if source not in self._layouts:
+            group = self._group(peer, self._rank)
+            if source not in self._headers:
+                self._headers[source] = start_header(group, self._platform)
+            if not may_wait:
+                return None
             # Blocks until the peer has sent its first output. Only a computation that needs the message may wait for
             # it.
-            self._layouts[source] = receive_header(self._group(peer, self._rank), self._platform)
-        return self._layouts[source].tensors if source in self._layouts else None
+            self._layouts[source] = receive_header(group, self._platform, self._headers.pop(source))
+        return self._layouts[source].tensors
 
     def _messages_of(self, peer: int, forward_only: bool) -> Iterator[Action]:
         """Yield the actions of this rank that need a message from a peer, in the order of sending."""
