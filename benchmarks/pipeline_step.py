@@ -7,11 +7,11 @@ a narrow size, where overhead dominates, and at a wide one, where computation do
 turns in the same processes:
 
     step   median time of a step on the slowest rank, of hp_trainer and of torch, and the median of their ratios
-    limit  lower bound of a step: the schedule of hp_trainer simulated with the processor time of each stage's forward,
-           input gradient and weight gradient. These are measured in the same turns, with all ranks computing and no
-           communication. The bound is at least the total work divided by the number of cores.
-    share  limit divided by step, of hp_trainer and of torch; a step cannot be faster than 1.00, so the ratio of the
-           steps cannot be below torch's share
+    limit  lower bound of a step: the schedule of hp_trainer with the processor time of each computation, measured in
+           the same turns; see `_pipeline_limit.py`. It is at least the total work divided by the number of cores.
+    sent   as limit, with the messages of the schedule sent by gloo
+    share  the bound divided by step, of hp_trainer and of torch; a step cannot be faster than 1.00, so the ratio of
+           the steps cannot be below torch's share
     cpu    processor time of a step, summed over ranks, of hp_trainer and of torch, and their ratio;
            work: that of the computation alone
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _pipeline_limit import StageClock, least_seconds
+from _pipeline_limit import Computation
 from _torch_ranks import Block, connected_platform, run_torch_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -93,26 +93,28 @@ class Contender:
 
 HEAD = (
     f"{'schedule':22} {'size':>8} | {'step':>7} {'torch':>7} ratio | {'limit':>7} share torch | "
-    f"{'cpu':>7} {'torch':>7} ratio {'work':>7}"
+    f"{'sent':>7} share torch | {'cpu':>7} {'torch':>7} ratio {'work':>7}"
 )
 
 
 def measure(name: str, dim: int, length: int, options: argparse.Namespace) -> str:
     """Measure both packages and the limit in turns; return a row of the table."""
     contenders = {package: Contender(package, name, dim, length, options) for package in ("ours", "torch")}
-    clock = StageClock(contenders["ours"].modules, (1, length, dim))
+    ours = contenders["ours"]
+    schedule = ours.schedule.pipeline.schedule
+    computation = Computation(schedule, dict(zip(ours.mine, ours.modules, strict=True)), (1, length, dim), mse_loss)
     turns = []
     for _ in range(WARM_UP + options.rounds):
         turns.append([1e3 * seconds for contender in contenders.values() for seconds in contender.step()])
-        clock.measure()
+        computation.measure()
     turns = turns[WARM_UP:]
     wall, cpu, their_wall, their_cpu = (statistics.median(each) for each in zip(*turns, strict=True))
     faster, cheaper = (statistics.median(turn[i] / turn[i + 2] for turn in turns) for i in (0, 1))
-    schedule = contenders["ours"].schedule.pipeline.schedule
-    limit, work = (1e3 * seconds for seconds in least_seconds(schedule, clock.action_seconds(options.microbatches)))
+    limit, sent, work = (1e3 * seconds for seconds in computation.least_seconds())
     return (
         f"{name:22} {f'{dim}x{length}':>8} | {wall:7.1f} {their_wall:7.1f} {faster:5.2f} | "
         f"{limit:7.1f} {limit / wall:5.2f} {limit / their_wall:5.2f} | "
+        f"{sent:7.1f} {sent / wall:5.2f} {sent / their_wall:5.2f} | "
         f"{cpu:7.1f} {their_cpu:7.1f} {cheaper:5.2f} {work:7.1f}"
     )
 
