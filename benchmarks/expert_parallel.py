@@ -12,6 +12,9 @@ over rounds of the slowest rank, with contenders in turns.
     limit        even all-to-alls of as many bytes, in both directions, in forward and backward
     rows alone   the four exchanges of `all_to_all`'s rows, which gather a token's copies in the order of their ranks
                  and sum its rows, as every dispatcher must: no sizes, experts, scores or autograd
+    least        the same with what no dispatcher can leave out, each by one call of the framework or the group: ranks
+                 of choices, rows for each rank, exchange of sizes, sort of rows, the message of experts and scores,
+                 numbers of received experts on their rank, and an autograd node for dispatch and one for combine
     its slots    the part of `all_to_all` that finds the ranks of each token, in O(top_k * ranks) or O(top_k ** 2)
 
 With `--bytes-per-second` each rank waits after sending, to simulate a network link of this rate.
@@ -80,8 +83,8 @@ def slot_searches(contender):
     """Return the two methods by which `all_to_all` finds the ranks of each token within its dispatch."""
     dispatcher, experts = contender.dispatcher, contender.routing.experts
     return {
-        "its slots by rank": lambda: dispatcher._by_rank(dispatcher._owners(experts)),
-        "its slots by pair": lambda: dispatcher._first_ones(dispatcher._owners(experts)),
+        "its slots by rank": lambda: dispatcher._by_rank(experts),
+        "its slots by pair": lambda: dispatcher._first_ones(experts),
     }
 
 
@@ -104,8 +107,36 @@ def rows_alone(contender):
 
     def run():
         for _ in range(2):
-            there, back = RowExchange(group, route), RowExchange(group, route, is_return=True)
-            back.wait(back.start(there.wait(there.start(x))))
+            back = RowExchange(group, route, is_return=True)
+            back.exchange(RowExchange(group, route).exchange(x))
+
+    return run
+
+
+def least(contender):
+    """Return a function that does only the work which every dispatcher must do, on the contender's rows."""
+    dispatcher, platform, routing = contender.dispatcher, contender.platform, contender.routing
+    ops, group, x, each = platform.ops, dispatcher.group, contender.x, [1] * dispatcher.group.size
+    sent = dispatcher.dispatch(x, routing)
+    keys, received_experts = (ops.reshape(p.keys, (-1,)) for p in (sent.route.permutation, sent.permutation))
+    experts = ops.reshape(routing.experts, (-1,))
+    table = platform.from_numpy(numpy.arange(dispatcher.num_experts + 1))
+    sizes = platform.from_numpy(numpy.zeros((group.size, 1 + dispatcher.chunk), numpy.int64))
+
+    def run():
+        ops.index_select(table, 0, experts)
+        ops.bincount(keys, group.size + 1)
+        received = ops.zeros_like(sizes)
+        work = group.all_to_all_into(received, sizes, each, each, async_op=True)
+        ops.argsort(keys, 0, stable=True)
+        work.wait()
+        platform.to_numpy(received)
+        choices, back = RowExchange(group, sent.route), RowExchange(group, sent.route, is_return=True)
+        handle = choices.start(ops.cat([ops.cast(routing.experts, routing.scores.dtype), routing.scores], 1))
+        rows = RowExchange(group, sent.route).exchange(x)
+        choices.wait(handle)
+        ops.index_select(table, 0, received_experts)
+        platform.grad([back.exchange(rows)], [x], [x])
 
     return run
 
@@ -139,10 +170,12 @@ def measure(sizes, rounds, bytes_per_second):
         runs[name] = slowed(contender.step, bytes_per_second)
         if name == "all_to_all":
             searches, alone = slot_searches(contender), rows_alone(contender)
+            bound = least(contender)
     sent = statistics.mean(float(each) for each in group.all_gather_bytes(str(found["all_to_all"][0]).encode()))
     found["limit"] = (sent, [])
     runs["limit"] = slowed(limit(platform, group, sent), bytes_per_second)
-    found["rows alone"], runs["rows alone"] = (sent, []), slowed(alone, bytes_per_second)
+    for name, run in (("rows alone", alone), ("least", bound)):
+        found[name], runs[name] = (sent, []), slowed(run, bytes_per_second)
     runs |= searches
     found |= {name: (0, []) for name in searches}
     for _ in range(rounds):

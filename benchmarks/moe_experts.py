@@ -8,10 +8,11 @@ Contenders are measured in turns. Each gets tokens, expert numbers and scores, a
 Gradients are those of tokens, scores and weights.
 
 The columns are medians over rounds; TFLOP/s, counted as 6 * T * K * H * I for forward and three times that for forward
-and backward; and hp_moe's time divided by the contender's (medians, and best rounds). `error` is the largest relative
-difference of output and gradients from a loop over experts in float32. On CUDA also the memory saved for backward
-including the tokens, the same as a multiple of the minimum (tokens and the two pre-activations), and the peak, which
-includes gradients.
+and backward; and the times of hp_moe and, on the CPU, of `products alone`, divided by the contender's (medians, and
+best rounds). An implementation that uses these products cannot take less than `products over` of the contender's time.
+`error` is the largest relative difference of output and gradients from a loop over experts in float32. On CUDA also the
+memory saved for backward including the tokens, the same as a multiple of the minimum (tokens and the two
+pre-activations), and the peak, which includes gradients.
 
 transformers and Liger take part if they are installed. On the CPU `products alone` is the lower bound: the nine matrix
 products of each expert, in memory that is allocated already. With `--processor-time` and one thread (OMP_NUM_THREADS=1)
@@ -303,18 +304,18 @@ def report(problem, names, rounds, clock):
     print(f"dense product {dense_rate(problem):.3g} TFLOP/s, before")
     times = measure(contenders, problem, rounds, clock)
     print(f"dense product {dense_rate(problem):.3g} TFLOP/s, after")
-    print(
-        f"{'':24}{'forward':>9}{'TFLOP/s':>9}{'and back':>10}{'TFLOP/s':>9}{'hp over':>9}{'best':>7}{'error':>9}",
-        end="",
-    )
+    print(f"{'':24}{'forward':>9}{'TFLOP/s':>9}{'and back':>10}{'TFLOP/s':>9}", end="")
+    print(f"{'hp over':>9}{'best':>7}{'products over':>15}{'best':>7}{'error':>9}", end="")
     print(f"{'saved MiB':>10}{'of least':>9}{'peak MiB':>10}" if problem.x.is_cuda else "")
     for name, rounds_of in times.items():
         forward, both = map(statistics.median, rounds_of)
         rates = problem.flop() / forward / 1e12, 3 * problem.flop() / both / 1e12
-        of_hp = times["hp"][1] if "hp" in times else [float("nan")]
-        ratios = statistics.median(of_hp) / both, min(of_hp) / min(rounds_of[1])
+        ratios = []
+        for other in ("hp", "products alone"):
+            seconds_of = times[other][1] if other in times else [float("nan")]
+            ratios += [statistics.median(seconds_of) / both, min(seconds_of) / min(rounds_of[1])]
         print(f"{name:24}{forward * 1e3:6.2f} ms{rates[0]:9.3g}{both * 1e3:7.2f} ms{rates[1]:9.3g}", end="")
-        print(f"{ratios[0]:9.2f}{ratios[1]:7.2f}{errors[name]:9.1e}", end="")
+        print("{:9.2f}{:7.2f}{:15.2f}{:7.2f}".format(*ratios), f"{errors[name]:8.1e}", end="")
         if problem.x.is_cuda:
             saved, peak = memory(contenders[name], problem)
             print(f"{saved / 2**20:10.0f}{saved / problem.least_saved():9.2f}{peak / 2**20:10.0f}", end="")

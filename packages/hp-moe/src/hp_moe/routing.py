@@ -80,13 +80,48 @@ def count_keys(platform: Platform, keys: Tensor, num_keys: int) -> Tensor:
     return platform.ops.bincount(platform.ops.reshape(keys, (size,)), num_keys)
 
 
-def local_numbers(platform: Platform, experts: Tensor, first: int, num_local: int) -> Tensor:
-    """Number experts from the first one of a rank; experts of other ranks become `num_local`, which sorts last."""
-    ops = platform.ops
+class DeviceTable:
+    """A table of integers that is copied to each device once, at the first look-up there.
+
+    Args:
+        values: integers `[entries, ...]`, at least one entry.
+
+    Examples:
+        >>> table = DeviceTable(platform, np.array([5, 7]))
+        >>> platform.to_numpy(table.look_up(platform.from_numpy(np.array([[1], [0]])))).tolist()
+        [[7], [5]]
+    """
+
+    def __init__(self, platform: Platform, values: numpy.ndarray) -> None:
+        self.platform = platform
+        self._values = values.astype(numpy.int64)
+        self._on_device: dict[str, Tensor] = {}
+
+    def look_up(self, index: Tensor) -> Tensor:
+        """Return the entries at an int tensor of any shape: int64 `[*index.shape, ...]`.
+
+        Numbers out of range get the nearest entry.
+        """
+        ops, size, device = self.platform.ops, math.prod(index.shape), self.platform.device_of(index)
+        shape = (*index.shape, *self._values.shape[1:])
+        if size == 0:
+            return self.platform.zeros(shape, self.platform.dtype("int64"), device)
+        table = self._on_device.get(str(device))
+        if table is None:
+            table = self._on_device[str(device)] = self.platform.from_numpy(self._values, device)
+        flat = ops.clamp(ops.reshape(index, (size,)), min=0, max=len(self._values) - 1)
+        return ops.reshape(ops.index_select(table, 0, flat), shape)
+
+
+def local_numbers(platform: Platform, num_experts: int, first: int, num_local: int) -> DeviceTable:
+    """Return a table from experts to numbers from the first one of a rank; `num_local` for those of other ranks.
+
+    The last entry, at `num_experts`, is for dropped choices, which no rank owns.
+    """
     # A key behind all own experts, so that rows of other ranks are sorted to the end.
-    local = ops.sub(experts, first)
-    elsewhere = ops.logical_or(ops.lt(local, 0), ops.ge(local, num_local))
-    return ops.masked_fill(local, elsewhere, num_local)
+    numbers = numpy.full(num_experts + 1, num_local)
+    numbers[first : first + num_local] = numpy.arange(num_local)
+    return DeviceTable(platform, numbers)
 
 
 def _check_counts(counts: numpy.ndarray, num_rows: int, num_experts: int) -> None:

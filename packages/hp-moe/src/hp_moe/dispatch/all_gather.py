@@ -46,6 +46,7 @@ class AllGatherDispatcher(TokenDispatcher):
         self.platform = group.platform
         self.num_experts = num_experts
         self.first, self.num_local = Shard(0).interval(num_experts, group.size, group.rank)
+        self._local_numbers = local_numbers(self.platform, num_experts, self.first, self.num_local)
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
         """Gather all tokens with their experts and scores; see `TokenDispatcher`."""
@@ -58,8 +59,7 @@ class AllGatherDispatcher(TokenDispatcher):
         def order() -> TokenPermutation:
             # Expert numbers have no gradient, so the gather without a backward is used.
             experts = gather_data(self.platform.contiguous(routing.experts), group, 0, lengths)
-            local = local_numbers(self.platform, experts, self.first, self.num_local)
-            return TokenPermutation(self.platform, local, sum(sizes.host))
+            return TokenPermutation(self.platform, self._local_numbers.look_up(experts), sum(sizes.host))
 
         return Dispatched(rows, sizes, scores, saved_value(order), lengths, self._sent_bytes(lengths, x, routing))
 

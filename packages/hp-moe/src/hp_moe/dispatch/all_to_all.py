@@ -6,6 +6,7 @@ implementations do, one per token and expert.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from hp_moe.dispatch.permutation import TokenPermutation, sorted_slots
 from hp_moe.dispatch.row_exchange import RoundedExchange, Route, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
-from hp_moe.routing import FAULTY, Routing, count_keys, faults, local_numbers, refuse_faulty
+from hp_moe.routing import FAULTY, DeviceTable, Routing, count_keys, faults, local_numbers, refuse_faulty
 
 Tensor = Any
 
@@ -77,6 +78,9 @@ class AllToAllDispatcher(ChunkedDispatcher):
         # Chunks are rounded up, so that the last ranks may own fewer experts, or none.
         self.first = min(group.rank * self.chunk, num_experts)
         self.num_local = min(self.chunk, num_experts - self.first)
+        # The rank of each expert, and the group's size for dropped choices.
+        self._owners = numpy.append(numpy.arange(num_experts) // self.chunk, group.size)
+        self._local_numbers = local_numbers(self.platform, num_experts, self.first, self.num_local)
         self.wire_format = None if wire_format is None else find_wire_format(group.platform, wire_format)
 
     def dispatch(self, x: Tensor, routing: Routing) -> Dispatched:
@@ -116,7 +120,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         return pending.exchange.wait(pending.handle)
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        return self.finish_combine(self.start_combine(y, dispatched))
+        return RowExchange(self.group, dispatched.route, is_return=True).exchange(y)
 
     def report_fault(self, code: int, device: Any = None) -> None:
         """Send an error code instead of sizes; see `TokenDispatcher`."""
@@ -133,7 +137,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
             lengths: number of tokens of each chunk.
         """
         # One row per distinct rank, however many experts a token has there.
-        destinations = self._without_repeats(self._owners(routing.experts))
+        destinations = self._destinations(routing.experts)
         by_chunk = self._split_chunks(destinations, lengths)
         if len(lengths) == 1:
             counts = [routing.counts]
@@ -157,52 +161,51 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def _counts(self, experts: Tensor) -> Tensor:
         """Count the choices of each expert: int64 `[num_experts]`. Numbers out of range are not counted."""
         ops, number = self.platform.ops, self.num_experts
-        keys = ops.clamp(experts, min=0, max=number) if _numel(experts) else experts
+        keys = ops.clamp(experts, min=0, max=number) if experts.shape[0] else experts
         return ops.narrow(count_keys(self.platform, keys, number + 1), 0, 0, number)
 
     def _split_chunks(self, x: Tensor, lengths: list[int]) -> list[Tensor]:
         """Split the rows of `x` into chunks of these lengths."""
         return [x] if len(lengths) == 1 else [*self.platform.ops.split(x, lengths, 0)]
 
-    def _owners(self, experts: Tensor) -> Tensor:
-        """Map experts, int64 `[tokens, top_k]`, to the ranks that own them, and dropped choices to the group's size."""
-        ops = self.platform.ops
-        size = _numel(experts)
-        if size == 0:
-            return ops.zeros_like(experts)
-        # Numbers out of range are reported after the exchange of sizes; here they must not index the table.
-        experts = ops.clamp(experts, min=0, max=self.num_experts)
-        owners = numpy.append(numpy.arange(self.num_experts) // self.chunk, self.group.size)
-        table = self._constant(owners, experts)
-        return ops.reshape(ops.index_select(table, 0, ops.reshape(experts, (size,))), tuple(experts.shape))
-
-    def _without_repeats(self, owners: Tensor) -> Tensor:
+    def _destinations(self, experts: Tensor) -> Tensor:
         """Return the distinct ranks of each token as keys `[tokens, slots]`, with the group's size in empty slots.
 
         The number of slots is the smaller one of ranks and `top_k`, since sums over slots read all of them.
+
+        Args:
+            experts: int `[tokens, top_k]`. Numbers out of range are reported after the exchange of sizes.
         """
-        top_k, size = int(owners.shape[1]), self.group.size
+        return self._by_rank(experts) if self.group.size <= int(experts.shape[1]) else self._first_ones(experts)
+
+    def _by_rank(self, experts: Tensor) -> Tensor:
+        """Return keys with one slot for each rank. O(top_k * ranks)."""
+        ops, size = self.platform.ops, self.group.size
+        # How many experts of the token each rank owns. A sum, since integer minima are slow on some platforms.
+        found = ops.sum(self._is_owned.look_up(experts), 1)
+        ranks = ops.expand(ops.arange(size, found.dtype), (int(experts.shape[0]), size))
+        return ops.masked_fill(ranks, ops.eq(found, 0), size)
+
+    def _first_ones(self, experts: Tensor) -> Tensor:
+        """Return keys with `top_k` slots, of which repeated ranks are empty. O(top_k**2)."""
+        ops, int64, top_k = self.platform.ops, self.platform.dtype("int64"), int(experts.shape[1])
+        owners = self._ranks_of_experts.look_up(experts)
         if top_k == 1:
             return owners
-        return self._by_rank(owners) if size <= top_k else self._first_ones(owners)
-
-    def _by_rank(self, owners: Tensor) -> Tensor:
-        """Return keys with one slot for each rank. O(top_k * ranks)."""
-        ops, int64, size = self.platform.ops, self.platform.dtype("int64"), self.group.size
-        ranks = self._constant(numpy.arange(size).reshape(1, 1, size), owners)
-        # How often each rank owns an expert of the token; dropped choices equal no rank.
-        found = ops.sum(ops.cast(ops.eq(ops.unsqueeze(owners, 2), ranks), int64), 1)
-        every = ops.add(ops.zeros_like(found), ops.reshape(ranks, (1, size)))
-        return ops.masked_fill(every, ops.eq(found, 0), size)
-
-    def _first_ones(self, owners: Tensor) -> Tensor:
-        """Return keys with `top_k` slots, of which repeated ranks are empty. O(top_k**2)."""
-        ops, int64, top_k = self.platform.ops, self.platform.dtype("int64"), int(owners.shape[1])
         # Lower triangle without the diagonal: a slot is a repeat if an earlier one has the same rank.
         earlier = self._constant(numpy.tril(numpy.ones((1, top_k, top_k), numpy.int64), -1), owners)
         same = ops.cast(ops.eq(ops.unsqueeze(owners, 2), ops.unsqueeze(owners, 1)), int64)
         repeats = ops.sum(ops.mul(same, earlier), 2)
         return ops.masked_fill(owners, ops.gt(repeats, 0), self.group.size)
+
+    @functools.cached_property
+    def _ranks_of_experts(self) -> DeviceTable:
+        return DeviceTable(self.platform, self._owners)
+
+    @functools.cached_property
+    def _is_owned(self) -> DeviceTable:
+        """1 for the rank of each expert, 0 for other ranks: `[num_experts + 1, ranks]`."""
+        return DeviceTable(self.platform, self._owners[:, None] == numpy.arange(self.group.size))
 
     def _sizes(self, destinations: list[Tensor], counts: list[Tensor], faulty: Tensor) -> Tensor:
         """Return the sizes to send, int64: a line for each rank, with the rows and the inputs of its experts by chunk.
@@ -280,8 +283,7 @@ class AllToAllDispatcher(ChunkedDispatcher):
         def order() -> TokenPermutation:
             # Detached: only the scores in the same message have gradients.
             experts = ops.cast(ops.narrow(platform.detach(choices), 1, 0, top_k), platform.dtype("int64"))
-            local = local_numbers(platform, experts, self.first, self.num_local)
-            return TokenPermutation(platform, local, sum(sizes.host))
+            return TokenPermutation(platform, self._local_numbers.look_up(experts), sum(sizes.host))
 
         sent_bytes = self._sent_bytes(route, int(rows.shape[1]), platform.itemsize(rows.dtype), routing)
         return Dispatched(rows, sizes, scores, saved_value(order), route, sent_bytes)
@@ -289,10 +291,6 @@ class AllToAllDispatcher(ChunkedDispatcher):
     def _constant(self, array: numpy.ndarray, like: Tensor) -> Tensor:
         """Return an int64 tensor on the device of `like`."""
         return self.platform.from_numpy(array.astype(numpy.int64), self.platform.device_of(like))
-
-
-def _numel(x: Tensor) -> int:
-    return int(numpy.prod(x.shape))
 
 
 def _ints(values: numpy.ndarray) -> tuple[int, ...]:

@@ -38,7 +38,9 @@ class TokenPermutation:
         [0, 1, 0, 1]
     """
 
-    def __init__(self, platform: Platform, keys: Tensor, num_copies: int, order: Tensor | None = None) -> None:
+    def __init__(
+        self, platform: Platform, keys: Tensor, num_copies: int, order: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         self.platform = platform
         self.keys = keys
         self.num_rows, self.num_slots = (int(size) for size in keys.shape)
@@ -49,7 +51,7 @@ class TokenPermutation:
     @functools.cached_property
     def entries(self) -> Tensor:
         """Flat index of the slot of each copy, int `[copies]`."""
-        return self.platform.ops.narrow(self._order, 0, 0, self.num_copies)
+        return self.platform.ops.narrow(self._order[0], 0, 0, self.num_copies)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -57,20 +59,15 @@ class TokenPermutation:
         ops = self.platform.ops
         # The argsort of a permutation is its inverse: it maps slots to positions in the sorted order. Empty slots sort
         # last, and share the first position behind all copies.
-        return ops.clamp(ops.argsort(self._order, 0, stable=True), max=self.num_copies)
+        return ops.clamp(ops.argsort(self._order[0], 0, stable=True), max=self.num_copies)
 
     @functools.cached_property
     def rows(self) -> Tensor:
         """Index of the row of each copy, int `[copies]`."""
-        if self.num_slots == 1 or self.num_copies == 0:
-            return self.entries
-        ops = self.platform.ops
-        # The row of a slot is its number divided by `num_slots`; a gather from a table avoids the integer division.
-        rows = ops.arange(self.num_rows, self.platform.dtype("int64"))
-        return ops.index_select(ops.repeat_interleave(rows, self.num_slots, 0), 0, self.entries)
+        return self.platform.ops.narrow(self._order[1], 0, 0, self.num_copies)
 
     @functools.cached_property
-    def _order(self) -> Tensor:
+    def _order(self) -> tuple[Tensor, Tensor]:
         return sorted_slots(self.platform, self.keys)
 
     def permute(self, x: Tensor) -> Tensor:
@@ -136,7 +133,13 @@ class TokenPermutation:
         return self.platform.ops.index_select(x, 0, index)
 
 
-def sorted_slots(platform: Platform, keys: Tensor) -> Tensor:
-    """Return the flat indices of all slots of `keys` `[rows, slots]`, sorted by key."""
+def sorted_slots(platform: Platform, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the flat indices of all slots of `keys` `[rows, slots]`, sorted by key, and the row of each of them."""
+    ops, (num_rows, num_slots) = platform.ops, keys.shape
     # Stable, so that copies with equal keys keep the order of rows: every sum over them has one order.
-    return platform.ops.argsort(platform.ops.reshape(keys, (-1,)), 0, stable=True)
+    slots = ops.argsort(ops.reshape(keys, (-1,)), 0, stable=True)
+    if num_slots == 1 or num_rows == 0:
+        return slots, slots
+    # The row of a slot is its number divided by `num_slots`; a gather from a table avoids the integer division.
+    rows = ops.repeat_interleave(ops.arange(int(num_rows), platform.dtype("int64")), int(num_slots), 0)
+    return slots, ops.index_select(rows, 0, slots)

@@ -16,7 +16,7 @@ from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, 
 from hp_moe.dispatch.permutation import TokenPermutation
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.placement import CopyPlacement, check_placement, inverse_permutation, place_copies, ranks_of_experts
-from hp_moe.routing import Routing, count_keys
+from hp_moe.routing import DeviceTable, Routing, count_keys
 
 Tensor = Any
 
@@ -189,7 +189,7 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         # The table repeats after the least common multiple of all numbers of holders (bounded by MAX_COPIES).
         turns = math.lcm(*map(len, self._holders)) if self._holders else 1
         # The last row stands for dropped choices, whose slot is beyond all others.
-        self._slots = numpy.full((self.num_experts + 1, turns), ranks * self._width)
+        slots = numpy.full((self.num_experts + 1, turns), ranks * self._width)
         for expert, position in enumerate(self.expert_placement):
             holders = self._holders[position]
             for turn in range(turns):
@@ -201,7 +201,8 @@ class ReplicatingDispatcher(ChunkedDispatcher):
                 # A rank's own positions come first, then its copies.
                 is_own = position // self.chunk == rank
                 slot = position % self.chunk if is_own else self.chunk + copied[rank].index(position)
-                self._slots[expert, turn] = rank * self._width + slot
+                slots[expert, turn] = rank * self._width + slot
+        self._turns, self._slots = turns, DeviceTable(self.platform, slots.reshape(-1))
         self._inner = AllToAllDispatcher(self.group, ranks * self._width, chunk=self._width, **self._options)
 
     def _to_slots(self, routing: Routing) -> Routing:
@@ -209,16 +210,13 @@ class ReplicatingDispatcher(ChunkedDispatcher):
         if self._is_plain:
             return routing
         ops, (tokens, top_k) = self.platform.ops, routing.experts.shape
-        size = int(tokens) * int(top_k)
-        turns = self._slots.shape[1]
+        turns = self._turns
         slots = routing.experts
-        if size:
+        if int(tokens) * int(top_k):
             turn = self._constant((numpy.arange(int(tokens)) % turns)[:, None], routing.experts)
             # Numbers out of range are reported by the inner dispatcher; here they must not index the table.
             known = ops.clamp(routing.experts, min=0, max=self.num_experts)
-            index = ops.reshape(ops.add(ops.mul(known, turns), turn), (size,))
-            table = self._constant(self._slots.reshape(-1), routing.experts)
-            slots = ops.reshape(ops.index_select(table, 0, index), (int(tokens), int(top_k)))
+            slots = self._slots.look_up(ops.add(ops.mul(known, turns), turn))
             # Negative numbers stay negative, so that the inner dispatcher reports them.
             slots = ops.where(ops.lt(routing.experts, 0), routing.experts, slots)
         num_slots = self.group.size * self._width

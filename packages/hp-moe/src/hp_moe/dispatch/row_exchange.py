@@ -117,11 +117,20 @@ class RowExchange:
         """Wait for the exchange; returns `[rows received, width]` (`[tokens, width]` in a return)."""
         return self.platform.linear_map(handle, saving_result(self._end), self._start_backward)
 
+    def exchange(self, x: Tensor) -> Tensor:
+        """`wait(start(x))` as one autograd node, which does not overlap with anything."""
+        return self.platform.linear_map(
+            x, saving_result(lambda t: self._forward(t)()), lambda g: self._start(g, not self.is_return)()
+        )
+
     def _start_forward(self, x: Tensor) -> Tensor:
-        return self._pend(self._start(x, self.is_return), x)
+        return self._pend(self._forward(x), x)
 
     def _start_backward(self, grad: Tensor) -> Tensor:
         return self._pend(self._start(grad, not self.is_return), grad)
+
+    def _forward(self, x: Tensor) -> Callable[[], Tensor]:
+        return self._start(x, self.is_return)
 
     def _pend(self, wait: Callable[[], Tensor], x: Tensor) -> Tensor:
         self._pending.append(wait)
@@ -176,7 +185,7 @@ class RoundedExchange(RowExchange):
         super().__init__(group, route)
         self.wire_format = wire_format
 
-    def _start_forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor) -> Callable[[], Tensor]:
         platform, ops, dim = self.platform, self.platform.ops, int(x.shape[1])
         width = block_width(dim)
         # One scale per block: a large element costs precision only within its own block. Tokens are encoded before they
@@ -192,4 +201,4 @@ class RoundedExchange(RowExchange):
             decoded = self.wire_format.decode(blocks, ops.reshape(wait_for_scales(), (-1, dim // width, 1)))
             return ops.cast(ops.reshape(decoded, (-1, dim)), x.dtype)
 
-        return self._pend(wait, x)
+        return wait
