@@ -134,12 +134,7 @@ def _gathered_for_use(shape: StepShape, stage: StageBuffers) -> Iterator[tuple[s
 def _of_micro_batch(
     shape: StepShape, stage: StageBuffers, in_flight: InFlight, *, finds_gradients: bool
 ) -> Iterator[tuple[str, _Held]]:
-    """Yield the moments of a micro-batch, from the loss back to the embedding.
-
-    Args:
-        in_flight: micro-batches in flight at its backward.
-        finds_gradients: gradients of earlier micro-batches exist already.
-    """
+    """Yield the moments of a micro-batch's backward, which may find gradients of earlier micro-batches."""
     held, outer, block, experts = _activations(shape, stage), stage.outer, stage.blocks, stage.expert_blocks
     head = _head_gradients(stage)
     accumulates = shape.num_microbatches > 1 and shape.config.parallel.reduce_gradients == "step"
@@ -194,11 +189,8 @@ def _gradients_in_backward(
 ) -> tuple[Any, Any]:
     """Return the bytes of gradients during the backward of each block, and of the reduction before it that still runs.
 
-    Both are arrays with one more entry than blocks: the last one is after the backward of all blocks.
-
-    Args:
-        accumulates: full gradients accumulate until the end of the step.
-        finds_gradients: as in `_of_micro_batch`.
+    Both are arrays with one more entry than blocks: the last one is after the backward of all blocks. Full gradients
+    may accumulate until the end of the step (`accumulates`).
     """
     block = stage.blocks
     reduced = stage.total.gradient if finds_gradients and not accumulates else 0.0

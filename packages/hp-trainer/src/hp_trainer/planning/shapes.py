@@ -466,14 +466,7 @@ def _kinds(
     outer: ModelParameters,
     blocks: Mapping[int, ModelParameters],
 ) -> BlockKinds:
-    """Group the blocks of a rank that have equal groups, and of which backward reaches all or none.
-
-    Args:
-        layers: the blocks of the rank.
-        first: for each of these, the first block of the model with equal groups.
-        outer: the parameters of the embedding and the head.
-        blocks: the parameters of each of the blocks in `first`.
-    """
+    """Group the blocks of a rank with equal groups (of the block in `first`), of which backward reaches all or none."""
     unreached = shape.model.unreached_blocks()
     if unreached is None:
         ends = (*outer.root, *outer.tied_embedding)
