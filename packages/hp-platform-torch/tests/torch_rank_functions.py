@@ -434,6 +434,11 @@ def _every_collective(group):
     group.all_to_all_into(exchanged, values(2 * sum(rows)).view(-1, 2), rows, rows)
     arriving = [torch.empty(j + 1) for j in range(size)]
     group.exchange([values(rank + 1) + j for j in range(size)], arriving)
+    read = [torch.empty(0)] * size
+    pairs = [None if j == rank else (values(rank + 1) + j, values(1)) for j in range(size)]
+    memory = [None if j == rank else torch.empty(j + 2) for j in range(size)]
+    group.start_exchange(pairs, memory, lambda j, x: read.__setitem__(j, x.clone())).wait()
+    assert [len(x) for x in read] == [0 if j == rank else j + 2 for j in range(size)]
     passed = torch.empty(4)
     if rank:
         group.receive(passed, rank - 1)
@@ -444,7 +449,7 @@ def _every_collective(group):
     sending = group.send(values(4), (rank + 1) % size, async_op=True)
     group.receive(around, (rank - 1) % size, async_op=True).wait()
     sending.wait()
-    results += [message, exchanged, *arriving, passed if rank else message, around]
+    results += [message, exchanged, *arriving, *read, passed if rank else message, around]
     return [x.float().tolist() for x in results]
 
 
