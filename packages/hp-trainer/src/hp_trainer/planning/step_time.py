@@ -84,8 +84,9 @@ def computation_of(shape: StepShape, stage: StageBuffers, device: Device) -> Ste
     if shape.config.training.offload_optimizer:
         # Copies run in both directions at once, and overlap with the update.
         update = max(update, stage.total.state / device.host_bandwidth)
-    ends = cost_of(shape, tuple(shape.last_layers(stage.rank)))
-    copied = count * (cost.saved - cost.on_device - (ends.saved - ends.on_device)) / device.host_bandwidth
+    if copied := cost.saved - cost.on_device:
+        ends = cost_of(shape, tuple(shape.last_layers(stage.rank)))
+        copied = count * (copied - (ends.saved - ends.on_device)) / device.host_bandwidth
     return StepTime(
         products=products,
         recomputation=recomputation,
