@@ -79,7 +79,15 @@ class Shard(Placement):
     dim: int
 
     def __post_init__(self) -> None:
-        _check_dim(self)
+        if not isinstance(self.dim, int):
+            raise _no_dim(self)
+
+    # Written out: every look-up of a spec compares placements, and those of a dataclass build tuples.
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Shard and other.dim == self.dim
+
+    def __hash__(self) -> int:
+        return self.dim
 
     def is_shard(self, dim: int | None = None) -> bool:
         return dim is None or dim == self.dim
@@ -115,7 +123,8 @@ class StridedShard(Placement):
     split_factor: int
 
     def __post_init__(self) -> None:
-        _check_dim(self)
+        if not isinstance(self.dim, int):
+            raise _no_dim(self)
         if not isinstance(self.split_factor, int) or self.split_factor < 1:
             raise PlacementError(f"StridedShard: split_factor must be >= 1, got {self.split_factor}")
 
@@ -154,7 +163,8 @@ class RaggedShard(Placement):
     units: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _check_dim(self)
+        if not isinstance(self.dim, int):
+            raise _no_dim(self)
         # A list of units would make the placement unhashable.
         if type(self.units) is not tuple:
             object.__setattr__(self, "units", tuple(self.units))
@@ -210,9 +220,8 @@ class Partial(Placement):
         return f"Partial({self.reduce_op})"
 
 
-def _check_dim(placement: Shard | StridedShard | RaggedShard) -> None:
-    if not isinstance(placement.dim, int):
-        raise PlacementError(f"{type(placement).__name__}: dim must be an int, got {placement.dim!r}")
+def _no_dim(placement: Shard | StridedShard | RaggedShard) -> PlacementError:
+    return PlacementError(f"{type(placement).__name__}: dim must be an int, got {placement.dim!r}")
 
 
 NOT_SHARDED = "None"

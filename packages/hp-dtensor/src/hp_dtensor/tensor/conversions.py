@@ -171,21 +171,33 @@ def from_local(
         (4, 3)
     """
     local = local_tensor
-    if isinstance(local, DTensorBase):
-        raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
-    device_mesh, given = _mesh_and_placements("from_local", local, device_mesh, placements)
+    if not isinstance(device_mesh, DeviceMesh):
+        device_mesh = require_mesh("from_local", device_mesh if device_mesh is not None else get_current_mesh())
+    platform = device_mesh.platform
+    if type(local) is not platform.Tensor:
+        if isinstance(local, DTensorBase):
+            raise MixedOperandsError("from_local takes a plain local tensor, got a DTensor")
+        if not isinstance(local, platform.Tensor):
+            raise _no_tensor("from_local", local, platform)
+    platform.check_dense(local)
     # The shape of some frameworks' tensors is a list.
-    platform, local_shape = device_mesh.platform, tuple(local.shape)
+    local_shape = tuple(local.shape)
+    # `spec_of_shard` reads and checks a tuple, once.
+    if type(placements) is list or type(placements) is tuple:
+        given: tuple[Any, ...] = tuple(placements)
+    else:
+        given = placements_on("from_local", device_mesh, placements, len(local_shape))
     global_shape = None if shape is None else integers("from_local", shape)
     # A collective: all ranks of the mesh make it or none. A rank outside the mesh has no shard to check.
     if (run_check or rank_checks.is_checking()) and device_mesh.get_coordinate() is not None:
-        placements = normalize_placements(device_mesh, given, len(local_shape))
+        listed = placements_on("from_local", device_mesh, given, len(local_shape))
+        placements = normalize_placements(device_mesh, listed, len(local_shape))
         global_shape = rank_checks.global_shape(local, device_mesh, placements, global_shape)
     try:
         spec = spec_of_shard(device_mesh, given, local_shape, local.dtype, global_shape)
     except TypeError:
         # What cannot be hashed is no placement; this names it.
-        normalize_placements(device_mesh, given, len(local_shape))
+        normalize_placements(device_mesh, placements_on("from_local", device_mesh, given), len(local_shape))
         raise
     if local_shape != spec.local_shape:  # only on a rank outside the mesh
         return platform.wrap(_nothing_like(platform, local), spec)
@@ -206,7 +218,7 @@ def from_local(
 @cached_by_spec(maxsize=4096)
 def spec_of_shard(
     mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
+    placements: tuple[Any, ...],
     local_shape: tuple[int, ...],
     dtype: Any,
     shape: tuple[int, ...] | None,
@@ -214,13 +226,15 @@ def spec_of_shard(
     """Return the spec of a tensor from its shard on this rank. Cached: programs convert the same shapes in each step.
 
     Args:
+        placements: placements or alias names.
         shape: the global shape; None: that of equal shards.
 
     Raises:
         PlacementError: placements that do not fit.
         ShardShapeError: this rank's shard of such a tensor has another shape.
     """
-    placements = normalize_placements(mesh, placements, len(local_shape))
+    ndim = len(local_shape)
+    placements = normalize_placements(mesh, placements_on("from_local", mesh, placements, ndim), ndim)
     global_shape = even_global_shape(local_shape, mesh, placements) if shape is None else shape
     spec = TensorSpec(mesh, placements, global_shape, dtype)
     if mesh.get_coordinate() is not None and local_shape != spec.local_shape:
@@ -355,10 +369,14 @@ def _mesh_and_placements(
     mesh = require_mesh(what, mesh if mesh is not None else get_current_mesh())
     platform = mesh.platform
     if not isinstance(tensor, platform.Tensor):
-        kind = type(tensor).__name__
-        raise MixedOperandsError(f"{what}: expected a tensor of platform {platform.name!r}, got {kind}")
+        raise _no_tensor(what, tensor, platform)
     platform.check_dense(tensor)
     return mesh, placements_on(what, mesh, placements, tensor.ndim)
+
+
+def _no_tensor(what: str, value: Any, platform: Platform) -> MixedOperandsError:
+    kind = type(value).__name__
+    return MixedOperandsError(f"{what}: expected a tensor of platform {platform.name!r}, got {kind}")
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh, source: int | None) -> Tensor:

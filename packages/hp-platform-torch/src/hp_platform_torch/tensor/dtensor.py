@@ -259,6 +259,12 @@ class TorchDTensor(GlobalView, HostValues, DTensor, torch.Tensor):
         with LocalOperations(), _BelowDispatch():
             return func(*args, **(kwargs or {}))
 
+    def to_local(self, grad_placements: Any = None) -> Tensor:
+        """Return the local shard; see `hp_dtensor.DTensor.to_local`, of which this is the usual case in one call."""
+        if grad_placements is None:
+            return run_locally(_as_subclass, (), (self, Tensor))
+        return super().to_local(grad_placements)
+
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingRuleError("set_ of a DTensor would not change its spec; use x.data = another DTensor")
 
