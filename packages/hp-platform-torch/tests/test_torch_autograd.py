@@ -278,3 +278,22 @@ def test_a_split_backward_runs_nodes_that_layers_share_once(platform, x, weights
     finish()
     torch.testing.assert_close(w.grad, expected, rtol=1e-12, atol=0)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("weight", [lambda w: w.sin(), lambda w: w], ids=["a result of its weight", "its weight"])
+def test_a_split_backward_of_a_layer_whose_weight_is_an_output_too(platform, x, weight):
+    """As of a stage that also passes on a bias that it computes from a table."""
+    w = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64, requires_grad=True)
+
+    def outputs():
+        used = weight(w)
+        return [torch.nn.functional.linear(x, used), used]
+
+    grads = [torch.full_like(y, 2.0 + i) for i, y in enumerate(outputs())]
+    (expected,) = torch.autograd.grad(outputs(), w, grads)
+    calls = []
+    w.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    _, finish = platform.split_backward(outputs(), grads, [x])
+    finish()
+    torch.testing.assert_close(w.grad, expected, rtol=1e-12, atol=0)
+    assert len(calls) == 1

@@ -315,13 +315,16 @@ class _Graph:
         return _Fork(node, self._edges_to(node) if branches else [], slots, branches, is_alone, is_separate)
 
     def _is_separate(self, node: Node, branches: list[GradientEdge]) -> bool:
-        """Return True if every path to the nodes below `branches` comes from `node`."""
+        """Return True if every path to the nodes below `branches` comes from `node`, and none of them is a root."""
         found = {edge.node for edge in branches}
         waiting = list(found)
         while waiting:
             children = {child for child, _ in self._following[waiting.pop()] if child is not None} - found
             found |= children
             waiting += children
+        # The backward from roots outside of `between`, which comes last, must find its nodes unfreed.
+        if any(root.node in found for root in self._roots):
+            return False
         return all(parent is node or parent in found for each in found for parent in self._leading[each])
 
     def _edges_to(self, node: Node) -> list[GradientEdge]:
