@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -149,6 +150,15 @@ def test_placements_compare_by_value():
     }
     assert RaggedShard(0, (1, 2)) != RaggedShard(0, (2, 1))
     assert {RaggedShard(0, (1, 2)), RaggedShard(0, [1, 2])} == {RaggedShard(0, (1, 2))}
+
+
+def test_a_placement_of_a_user_compares_by_value_too():
+    class Named(Shard):
+        """Shard with methods of its own."""
+
+    assert Named(0) == Named(0) != Named(1)
+    assert Named(0) != Shard(0) != Named(0)
+    assert Shard(0) == ANY == Shard(0)
 
 
 @pytest.mark.parametrize(

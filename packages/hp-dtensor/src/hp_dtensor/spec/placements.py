@@ -84,7 +84,7 @@ class Shard(Placement):
 
     # Written out: every look-up of a spec compares placements, and those of a dataclass build tuples.
     def __eq__(self, other: object) -> bool:
-        return type(other) is Shard and other.dim == self.dim
+        return other.dim == self.dim if type(other) is type(self) else NotImplemented
 
     def __hash__(self) -> int:
         return self.dim
