@@ -266,6 +266,8 @@ class Transfers:
         peers = {source for source, target in _pairs(self._schedule) if target == self._rank}
         self._expected = {peer: deque(self._messages_of(peer, forward_only)) for peer in peers}
         self._arriving = {peer: {} for peer in peers}
+        # Those of a start that has failed may be on groups that are closed by now.
+        self._headers = {}
         # Before the first computation: a peer that is ahead finds a buffer ready.
         for peer in peers:
             with self._naming(peer, "receiving its first messages"):
