@@ -97,6 +97,20 @@ def one_length(options: Options) -> torch.nn.Module:
     return OneLength(options)
 
 
+class Bigrams(torch.nn.Module):
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(options.vocab_size, options.width)
+        self.head = torch.nn.Linear(options.width, options.vocab_size, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids))
+
+
+def without_blocks(options: Options) -> torch.nn.Module:
+    return Bigrams(options)
+
+
 class LaysItselfOut(Transformer):
     def parallelize(self, *_: Any, **__: Any) -> None:
         raise AssertionError("a plan refuses such a module before it is parallelized")

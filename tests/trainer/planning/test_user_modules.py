@@ -29,6 +29,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "accumulated": (1, "llama", {"training__micro_batch_size": 1}),
     "first blocks frozen": (1, "build", {"training__freeze": "['embed.*', 'blocks.0.*', 'blocks.1.*']"}),
     "parts within parts": (1, "build", {"parallel__fsdp_units": "['blocks.*.up', 'blocks.*']"}),
+    "without blocks": (1, "without_blocks", {}),
     "of transformers": (1, "llama", {}),
     "of transformers, a frozen block between": (1, "llama", {"training__freeze": "['*.layers.2.*']"}),
     "shards, the embedding is the head": (2, "tied", SHORT),

@@ -417,7 +417,9 @@ def _layer_costs(shape: StepShape, layers: Sequence[int]) -> Any:
         # By identity: hashing a block would hash all its tensors.
         kinds = {(id(block), recompute): (block, recompute) for block, recompute in pairs}
         of_kind = {key: LayerCost.of(*kind) for key, kind in kinds.items()}
-        return np.array([of_kind[id(block), recompute] for block, recompute in pairs], float)
+        rows = [of_kind[id(block), recompute] for block, recompute in pairs]
+        # A module whose parameters are one group has no blocks.
+        return np.array(rows, float).reshape(len(rows), len(LayerCost._fields))
 
     return shape.shared(("layer costs", shape.activations_key), compute)[list(layers)]
 
