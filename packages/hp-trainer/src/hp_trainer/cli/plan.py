@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,18 @@ from hp_trainer.run import chosen_run_folder
 from hp_trainer.sizes import EXPECTED as EXPECTED_SIZE
 from hp_trainer.sizes import parse_size
 from hp_trainer.training.pipelined_model import num_microbatches
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Run a search without looking for cycles: it has none, and keeps nearly all of its many objects."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _read_memory(ctx: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
@@ -135,6 +150,7 @@ def _shards_documents(config: TrainerConfig, dims: ParallelDims) -> bool:
 @click.option(
     "--to", type=click.Path(), callback=check_file_to_write, metavar="FILE", help="Draw the memory into a file."
 )
+@_without_garbage_collection()
 def plan_command(
     config: str,
     world_size: int | None,
@@ -208,6 +224,7 @@ def _problems(loaded: LoadedConfig, world_size: int) -> list[Problem]:
 
 @click.command("layouts", cls=SettingsCommand, params=[*_DEVICE_OPTIONS])
 @click.argument("config", metavar="[CONFIG]", required=False, shell_complete=yaml_files)
+@_without_garbage_collection()
 def layouts_command(
     config: str | None,
     world_size: int | None,

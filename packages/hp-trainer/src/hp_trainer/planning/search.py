@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import heapq
 import itertools
 import math
@@ -81,19 +79,6 @@ class Ranking:
         return list(found.values())
 
 
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-# A search keeps nearly all objects that it creates, and has no cycles. Looking for some takes an eighth of its time.
-@_without_garbage_collection()
 def search_layouts(config: TrainerConfig, world_size: int, device: Device, memory: float) -> Ranking:
     """Plan every legal layout of a configuration's model and batch on so many ranks.
 
