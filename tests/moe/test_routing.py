@@ -29,7 +29,7 @@ from hp_moe import (
     update_expert_bias,
 )
 from hp_moe.router import uniform_noise
-from hp_moe.routing import Choices, choices_within_capacity
+from hp_moe.routing import Choices, DeviceTable, choices_within_capacity
 
 DIM, EXPERTS, TOP_K = 8, 5, 2
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
@@ -46,6 +46,20 @@ def batch(platform, seed=0, tokens=30):
     x = platform.from_numpy(numpy.random.default_rng(seed).normal(size=(tokens, DIM)).astype(numpy.float32))
     platform.set_requires_grad(x, True)
     return x
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_a_table_is_copied_to_its_device_once_and_clamps_numbers(platform, monkeypatch, dtype):
+    numbers = platform.from_numpy(numpy.array([[-3, 0], [2, 9]], dtype))
+    table = DeviceTable(platform, numpy.array([[5, 6], [7, 8], [1, 2]]))
+    copies, original = [], type(platform).from_numpy
+    monkeypatch.setattr(type(platform), "from_numpy", lambda self, *args: copies.append(args) or original(self, *args))
+    for _ in range(2):
+        found = table.look_up(numbers)
+        assert platform.dtype_name(found.dtype) == "int64"
+        assert platform.to_numpy(found).tolist() == [[[5, 6], [5, 6]], [[1, 2], [1, 2]]]
+    assert len(copies) == 1
+    assert tuple(table.look_up(numbers[:0]).shape) == (0, 2, 2)
 
 
 def retained_by_hand(experts, scores, capacity, bound):
