@@ -91,6 +91,10 @@ def test_exchange_skips_what_is_empty(three_ranks, dtype):
     assert three_ranks.run(on_rank.exchange_ring, dtype) == [[3, 3, 3], [1], [2, 2]]
 
 
+def test_a_rank_without_messages_connects_with_the_others(three_ranks):
+    assert three_ranks.run(on_rank.exchange_without_one_rank, timeout_seconds=60) == [None, [1.0] * 3, [1.0] * 3]
+
+
 @pytest.mark.parametrize("ranks", SUBSETS)
 @pytest.mark.parametrize("dtype", ["float32", "int16", "uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e5m2"])
 def test_broadcast_from_any_member(three_ranks, dtype, ranks):

@@ -249,6 +249,23 @@ def test_a_place_is_released_if_its_reader_fails():
     assert not first._outbox.mapping.bytes[place.slot]
 
 
+@pytest.mark.parametrize("n", [10, 2**18])
+def test_after_an_error_of_a_reader_later_messages_are_read_once(three_ranks, n):
+    for rank, (found, num_placed) in enumerate(three_ranks.run(on_rank.messages_after_an_error_of_a_reader, n)):
+        others = [j for j in range(3) if j != rank]
+        later = [[value + j] for value in (200.0, 300.0, 400.0) for j in others]
+        assert found == [[100.0 + others[0]], *later]
+        assert num_placed == 0
+
+
+def test_parameters_are_messages():
+    first, second = pair()
+    weight, read = torch.nn.Parameter(torch.ones(3)), []
+    (place,) = first.put(JoinedTensors([weight, weight]), [1])
+    second.take(torch.zeros(6), place, 0, lambda message: read.append((message.tolist(), message.requires_grad)))
+    assert read == [([1.0] * 6, False)]
+
+
 def test_joined_tensors_are_placed_in_order():
     first, second = pair()
     tensors, read = [torch.arange(6.0).view(2, 3).T, torch.arange(2.0)], []

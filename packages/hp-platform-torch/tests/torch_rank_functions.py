@@ -559,6 +559,53 @@ def messages_read_in_place(outbox_bytes):
     return num_received
 
 
+def messages_after_an_error_of_a_reader(n):
+    """Return what is read in an exchange whose first message raises, in one that nothing waits for, and in later ones.
+
+    And the number of places that other ranks have not released.
+    """
+    world = current_world(PLATFORM)
+    group, rank, size, found = world.all, world.rank, world.size, []
+
+    def start(value, read):
+        sends = [None if j == rank else (torch.full((n,), value + rank),) for j in range(size)]
+        receives = [None if j == rank else torch.empty(n) for j in range(size)]
+        return group.start_exchange(sends, receives, read)
+
+    def fail(j, message):
+        found.append(message.unique().tolist())
+        raise ZeroDivisionError(j)
+
+    def note(j, message):
+        found.append(message.unique().tolist())
+
+    failing, forgotten = start(100.0, fail), start(200.0, note)
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()
+    del failing, forgotten
+    for value in (300.0, 400.0):
+        start(value, note).wait()
+    group.barrier()
+    world.memory._outbox._drop_received()
+    assert not group._exchanges
+    return found, len(world.memory._outbox._blocks)
+
+
+def exchange_without_one_rank():
+    """The members of a new group exchange messages, but for the last one; then all of the job meet."""
+    world = current_world(PLATFORM)
+    # The order makes it another group than that of all ranks, which is connected from the start.
+    group = world.group(tuple(reversed(world.all.ranks)))
+    sends, receives = [None] * group.size, [None] * group.size
+    # Of no use but for its device.
+    receives[group.rank] = torch.empty(0)
+    if group.rank < 2:
+        sends[1 - group.rank], receives[1 - group.rank] = torch.ones(3), torch.zeros(3)
+    group.exchange(sends, receives)
+    world.all.all_reduce(torch.ones(1))
+    return None if group.rank == 2 else receives[1 - group.rank].tolist()
+
+
 def waits_in_different_orders():
     """Rank 0 waits for an all-gather before it sends what rank 1 receives before it waits, without room in memory."""
     world = current_world(PLATFORM)

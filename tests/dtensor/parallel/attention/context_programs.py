@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from hp_dtensor import current_world, init_device_mesh
-from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, context_parallel_attention
+from hp_dtensor import DeviceMesh, current_world, init_device_mesh
+from hp_dtensor.parallel.attention import AttentionMask, SequenceSharding, context_parallel_attention, ring
 
 
 def attend_on_ranks(
@@ -37,6 +38,41 @@ def attend_on_ranks(
     results = (out, *(platform.get_grad(x) for x in inputs))
     wide = None if dtype is None else "float32"
     return [platform.to_numpy(_cast(platform, platform.detach(x), wide)).copy() for x in results]
+
+
+def attend_after_an_error(platform, arrays, sharding):
+    """Raise in the second block of a ring on all ranks, then return the results of `attend_on_ranks`."""
+    num_blocks = 0
+
+    def fail_in_second(*args):
+        nonlocal num_blocks
+        num_blocks += 1
+        if num_blocks == 2:
+            raise ZeroDivisionError
+        assert num_blocks < 2, "no block is computed after the error"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ring.PartialAttention, "add", fail_in_second)
+        with pytest.raises(ZeroDivisionError):
+            attend_on_ranks(platform, arrays, {}, {}, sharding=sharding)
+        # The rest of the messages arrives with another collective of the group.
+        current_world(platform).all.all_reduce(platform.from_numpy(np.ones(1, np.float32)))
+    return attend_on_ranks(platform, arrays, {}, {}, sharding=sharding)
+
+
+def attend_alone(platform, arrays, method):
+    """Attend over documents of which only ranks 0 and 1 share one, in a group that has not communicated before."""
+    world = current_world(platform)
+    mesh = DeviceMesh("cpu", np.arange(world.size)[::-1].copy(), platform=platform)
+    sharding = SequenceSharding(length=12, ranks=3, balanced=False)
+    rank = mesh.get_local_rank()
+    q, k, v = (platform.from_numpy(sharding.shard(x, rank, 2)) for x in arrays[:3])
+    positions = np.array([[*range(8), *range(4)]] * k.shape[0])
+    mask = AttentionMask(positions=platform.from_numpy(sharding.shard(positions, rank, 1)))
+    out = context_parallel_attention(q, k, v, mesh, mask=mask, sharding=sharding, method=method)
+    # Of another group: nothing else connects the ranks of the mesh.
+    world.all.all_reduce(platform.from_numpy(np.ones(1, np.float32)))
+    return platform.to_numpy(out).copy()
 
 
 def _cast(platform, x, dtype):

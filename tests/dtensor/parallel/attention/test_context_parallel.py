@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attention_reference as reference
+import context_programs
 import numpy as np
 import pytest
 from context_programs import attend_on_ranks, put_together
@@ -161,6 +162,29 @@ def test_large_blocks_equal_one_device_on_real_ranks(hp_platform, rank_pool, cas
     for _ in range(2):
         results = pool.run(attend_by_name, hp_platform.name, arrays, mask, {}, 1, "ring", True, None, sharding)
         reference.compare(put_together(results, sharding), wanted)
+
+
+def run_by_name(name, program, *args):
+    return getattr(context_programs, program)(get_platform(name), *args)
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("width", [4, 64])
+def test_after_an_error_in_a_ring_the_group_works(hp_platform, rank_pool, width):
+    arrays = reference.inputs(batch=1, heads=8, kv_heads=4, keys=901, width=width)[:4]
+    sharding = SequenceSharding(length=901, ranks=3)
+    results = rank_pool(3).run(run_by_name, hp_platform.name, "attend_after_an_error", arrays, sharding)
+    reference.compare(put_together(results, sharding), reference.expected(arrays, {}, {}))
+
+
+@pytest.mark.real_ranks
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_ranks_that_share_no_document_do_not_delay_others(hp_platform, rank_pool, method):
+    arrays = reference.inputs(keys=12)[:4]
+    pool, documents = rank_pool(3), {"positions": reference.positions_of((8, 4), (8, 4))}
+    # Backwards: the mesh has the ranks in this order.
+    found = pool.run(run_by_name, hp_platform.name, "attend_alone", arrays, method, timeout_seconds=60)[::-1]
+    reference.compare([np.concatenate(found, 2)], reference.expected(arrays, documents, {})[:1])
 
 
 @pytest.mark.parametrize("method", ["ring", "all_gather"])

@@ -251,7 +251,10 @@ def exchange_packed(
     platform, me = _platform(group), group.rank
     messages = [pack(platform, x) if x and j != me else None for j, x in enumerate(sends)]
     receives = [empty_message(platform, x, dtype, device) if x and j != me else None for j, x in enumerate(shapes)]
+    # A rank without messages connects too: the connection of the others waits for it.
+    receives[me] = empty_message(platform, [], dtype, device)
     group.exchange(messages, receives)
+    receives[me] = None
     found = [unpack(platform, x, each) if x is not None else [] for x, each in zip(receives, shapes, strict=True)]
     found[me] = list(sends[me])
     return found

@@ -56,7 +56,7 @@ class _CountedWork:
         self.group._counted(self.work.wait)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _ReadWork:
     """A running exchange whose `wait` calls a function with each rank and its message.
 
@@ -71,7 +71,9 @@ class _ReadWork:
 
     def wait(self) -> None:
         self.work.wait()
-        for j, x in enumerate(self.receives):
+        # Once, even if there is a second wait.
+        receives, self.receives, self.sends = self.receives, (), ()
+        for j, x in enumerate(receives):
             if x is not None and j != self.rank and _numel(x):
                 self.read(j, x)
 
@@ -255,10 +257,16 @@ class ProcessGroup(ABC):
         rank computes. On backends without background transfers it is finished when this returns.
 
         Args:
-            sends: with `read`, a sequence of tensors of one dtype is one message, of their elements in order.
+            sends: with `read`, a sequence of one or more tensors of one dtype is one message, of their elements in
+                order.
             read: function that `wait` calls with each other rank and its message. `receives` are then memory for
                 messages, and a message may be in the memory of its sender, which reuses it once the function returns.
+                After an error in `read` the other messages of the exchange are received and not read. The `wait` of a
+                later exchange may finish this one.
         """
+        if read is not None:
+            # `read` gets messages of others only.
+            sends = [None if j == self.rank else x for j, x in enumerate(sends)]
         self._record_exchange(sends, receives)
         if self.size == 1:
             return DONE
@@ -268,10 +276,16 @@ class ProcessGroup(ABC):
         joined = {id(x): self._joined(x) for x in sends if isinstance(x, (list, tuple))}
         messages = [joined.get(id(x), x) for x in sends]
 
+        has_failed = False
+
         def read_uncounted(rank: int, message: Tensor) -> None:
-            started = time.perf_counter()
+            nonlocal has_failed
+            if has_failed:
+                return
+            started, has_failed = time.perf_counter(), True
             try:
                 read(rank, message)
+                has_failed = False
             finally:
                 # `wait`, which calls this, counts all of its time.
                 self.seconds_waited -= time.perf_counter() - started

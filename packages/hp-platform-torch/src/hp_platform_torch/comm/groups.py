@@ -104,8 +104,8 @@ class Exchange:
 
     def _end(self) -> None:
         while self._works:
-            self._works[0].wait()
-            del self._works[0]
+            # Removed before: after an error it is not waited for again, nor is its message read again.
+            self._works.pop(0).wait()
         self._buffers = None
 
 
@@ -127,9 +127,7 @@ class Arrival:
         self._work: Work = gloo.recv([x], source, _LARGE_TAG)
 
     def wait(self) -> None:
-        # Gloo allows no second wait, as after an error below.
-        work, self._work = self._work, DONE
-        work.wait()
+        self._work.wait()
         self._memory.finish(self._x, self._mark, self._peer, self._read)
 
 
@@ -455,12 +453,12 @@ class TorchGroup(ProcessGroup):
         receives: Sequence[Tensor | None],
         read: Callable[[int, Tensor], object] | None,
     ) -> Work:
+        # With empty tensors it connects, as it may be the first call on the others, whose connection waits for it.
+        if all(x is None for x in (*sends, *receives)):
+            return DONE
         leaving, arriving = (
             self._to_others([movable(x) if isinstance(x, Tensor) else x for x in each]) for each in (sends, receives)
         )
-        # This rank neither sends nor receives, and the others know that: none of them waits for it.
-        if not leaving and not arriving:
-            return DONE
 
         def read_as_sent(j: int, message: Tensor) -> None:
             like = receives[j]

@@ -97,7 +97,8 @@ class JoinedTensors:
         """Return the elements, as a new vector or in `out`."""
         out = self._tensors[0].new_empty(self.shape) if out is None else out
         for x, part in zip(self._tensors, out.split([x.numel() for x in self._tensors]), strict=True):
-            part.view(x.shape).copy_(x)
+            # Detached: a message is no part of autograd's graph.
+            part.view(x.shape).copy_(x.detach())
         return out
 
 

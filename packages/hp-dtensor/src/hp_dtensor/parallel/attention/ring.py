@@ -160,11 +160,20 @@ class _Ring:
         # The same on all ranks: one that is ahead may wait until the others have started to receive.
         per_token = sum(x.shape[0] * x.shape[1] * x.shape[3] for x in own) * platform.itemsize(own[0].dtype)
         self.is_ahead = group.reads_in_place(own[0], plan.longest * per_token)
+        self._has_failed = False
         # One object per span: ranks that get the same one share a message.
         self._sent = {(a, b): tuple(narrow_tokens(platform, x, a, b) for x in own) for a, b in plan.sent if b > a}
 
     def run(self, attend: Callable[[int, Block], None], finish: Callable[[int], None] = lambda hop: None) -> None:
         """Call `attend(hop, block)` for each block that this rank sees, and `finish(hop)` after each hop."""
+        try:
+            self._run(attend, finish)
+        except BaseException:
+            # A later exchange of the group receives what is still to arrive, for which nothing is to be computed.
+            self._has_failed = True
+            raise
+
+    def _run(self, attend: Callable[[int, Block], None], finish: Callable[[int], None]) -> None:
         last = self.plan.last
         # The next block is sent while this rank computes on the present one.
         num_started = last if self.is_ahead else min(1, last)
@@ -198,12 +207,13 @@ class _Ring:
         for target, pair in sends.items():
             leaving[target % size] = pair
         shapes = [(*x.shape[:2], span[1] - span[0], x.shape[3]) for x in self.own]
-        if span[1] > span[0]:
-            receives[source % size] = empty_message(self.platform, shapes, dtype)
+        # Also if empty: a rank without messages connects too, as the connection of the others waits for it.
+        receives[source % size] = empty_message(self.platform, shapes, dtype)
 
         def read_pair(_: int, message: Tensor) -> None:
-            first, second = unpack(self.platform, message, shapes)
-            read((first, second))
+            if not self._has_failed:
+                first, second = unpack(self.platform, message, shapes)
+                read((first, second))
 
         return self.group.start_exchange(leaving, receives, read_pair)
 
@@ -236,7 +246,8 @@ class _GradientSums:
         # In float32, in which they are summed: 16 bits would lose small contributions.
         dtype = accumulator_dtype(ring.platform, ring.own[0])
         self._works.append(ring.exchange({me - hop: grads}, me + hop, span, dtype, read))
-        # Only the last two hops' gradients take memory. Where hops are started ahead, they are in shared memory.
+        # Only the last two hops' gradients take memory. Where hops are started ahead, they are in shared memory,
+        # as far as they fit there.
         while len(self._works) > 1 and not ring.is_ahead:
             self._works.popleft().wait()
 
