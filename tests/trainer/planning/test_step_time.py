@@ -65,6 +65,12 @@ def test_every_collective_waits_for_its_ranks_once() -> None:
         assert seconds_of(each, found.shape, slow) == pytest.approx(each.count)
 
 
+def test_messages_of_a_pipeline_wait_for_two_ranks_only() -> None:
+    hops = dataclasses.replace(H100, hop_seconds=1.0)
+    idle = [plan(each, degrees={"pp": 4}, model__num_hidden_layers=4).time.idle for each in (H100, hops)]
+    assert 0 < idle[0] == idle[1]
+
+
 def test_a_rank_with_the_embedding_alone_computes_nothing() -> None:
     first, last = plan(degrees={"pp": 2}, pipeline__layers=[0, 2]).times
     assert first.products == 0 < last.products

@@ -72,7 +72,7 @@ class Device:
         inner_bandwidth: bytes per second that a rank sends within a node.
         outer_bandwidth: bytes per second that a rank sends to other nodes.
         inner_latency, outer_latency: least seconds of a collective within a node, and across nodes.
-        hop_seconds: what each rank beyond two adds to the latency of a collective.
+        hop_seconds: what each rank beyond two adds to the latency of a collective; nothing to that of a `send`.
         host_bandwidth: bytes per second between the device and its host, each way (16 lanes of PCIe 4 by default).
         efficiency: share of `flops` that large products reach. Smaller ones also wait for their operands.
         attention_efficiency: share of `flops` that fused attention reaches, of the operations that a causal mask lets
@@ -124,7 +124,8 @@ class Device:
         Within a node links are fast, and all ranks of a node share its links to other nodes.
         """
         inside = min(size, max(1, self.ranks_per_node // stride))
-        hops = (size - 2) * self.hop_seconds
+        # Two ranks exchange a message, however long the pipeline is.
+        hops = 0.0 if collective == "send" else (size - 2) * self.hop_seconds
         if inside == size:
             return self.inner_latency + hops, self.inner_bandwidth * self.link_efficiency
         if collective in _POINT_TO_POINT:
