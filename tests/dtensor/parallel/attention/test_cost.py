@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import threading
+import weakref
 
 import attention_reference as reference
 import pytest
 from context_programs import attend_on_ranks
 
 from hp_dtensor import AttentionShape, choose_context_parallel, record_collectives
+from hp_dtensor.comm import process_group
 from hp_dtensor.exceptions import AttentionError
 from hp_dtensor.parallel.attention import SequenceSharding, ring
 from hp_dtensor.testing import run_ranks
@@ -145,6 +148,35 @@ def test_every_hop_is_under_way_while_the_block_before_it_is_computed(hp_platfor
         forward, backward = timeline[:7], timeline[7:]
         assert forward == ["exchange", "compute"] + ["exchange", "compute"] * 2 + ["compute"]
         assert backward == ["exchange", "compute"] + ["exchange", "compute", "exchange"] * 2 + ["compute", "exchange"]
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(None, 1), ("bfloat16", 8 / 9)])
+def test_the_messages_that_a_rank_holds_are_those_of_the_cost_model(hp_platform, monkeypatch, dtype, share):
+    held, most = collections.Counter(), collections.Counter()
+
+    def counted(make):
+        def make_and_count(*args):
+            message, rank = make(*args), threading.current_thread().name
+            num_bytes = message.shape[0] * hp_platform.itemsize(message.dtype)
+            held[rank] += num_bytes
+            weakref.finalize(message, lambda: held.subtract({rank: num_bytes}))
+            most[rank] = max(most[rank], held[rank])
+            return message
+
+        return make_and_count
+
+    monkeypatch.setattr(process_group, "pack", counted(process_group.pack))
+    monkeypatch.setattr(ring, "empty_message", counted(ring.empty_message))
+    arrays = reference.inputs(batch=SIZES["batch"], heads=4, kv_heads=4, keys=32, width=8)[:4]
+    mask, itemsize = {"causal": False}, 4 if dtype is None else 2
+    run_ranks(attend_on_ranks, 4, hp_platform, hp_platform, arrays, mask, {}, 1, "ring", False, dtype)
+    shape = AttentionShape(
+        batch=SIZES["batch"], length=32, heads=4, kv_heads=4, head_dim=8, itemsize=itemsize, causal=False
+    )
+    (cost,) = choose_context_parallel(shape, 4, method="ring", ulysses_degree=1).costs
+    # Two hops' keys and values, in and out, with a hop's gradients; later fewer, but then with the gradients of the
+    # present block, which are no message.
+    assert set(most.values()) == {cost.extra_bytes * share}
 
 
 def test_short_documents_cost_less_to_gather_than_one_long_one():

@@ -229,9 +229,10 @@ class _Ring:
         self.hops = plans[0].last
         # Ranks hop in lock-step, so each hop lasts as long as its busiest rank.
         self._work = [max(_operations(plan.plans[hop], shape, heads) for plan in plans) for hop in range(size)]
-        # Present and next block of keys and values, and three of the sums of gradients.
+        # Of keys and values: the present block, the next one, and the message that is sent meanwhile. Of gradients:
+        # those of the present block, the message with them, and the one that is received meanwhile.
         block = max(each.count for each in tokens) * 2 * shape.batch * heads.kv_heads * shape.head_dim
-        self.extra_bytes = 0.0 if size == 1 else block * (2 * shape.itemsize + 3 * _sum_itemsize(shape))
+        self.extra_bytes = 0.0 if size == 1 else block * (3 * shape.itemsize + 3 * _sum_itemsize(shape))
 
     def seconds(self, links: Links, axis: str, flops: float) -> float:
         compute = [work / flops for work in self._work]

@@ -241,15 +241,15 @@ class _GradientSums:
             assert grads is not None
             self._total.add(_ALL_ROWS, 0, ring.own[0].shape[2], grads)
             return
+        # Only one hop's gradients are under way: while the present ones were computed, those before were sent. Where
+        # hops are started ahead, messages are in shared memory, as far as they fit there, and none is waited for.
+        while self._works and not ring.is_ahead:
+            self._works.popleft().wait()
         me, span = ring.group.rank, ring.plan.sent[hop]
         read = functools.partial(self._total.add, _ALL_ROWS, *span)
         # In float32, in which they are summed: 16 bits would lose small contributions.
         dtype = accumulator_dtype(ring.platform, ring.own[0])
         self._works.append(ring.exchange({me - hop: grads}, me + hop, span, dtype, read))
-        # Only the last two hops' gradients take memory. Where hops are started ahead, they are in shared memory,
-        # as far as they fit there.
-        while len(self._works) > 1 and not ring.is_ahead:
-            self._works.popleft().wait()
 
     def total(self) -> Block:
         """Wait for the gradients of the own block, and return their sums over all ranks."""
