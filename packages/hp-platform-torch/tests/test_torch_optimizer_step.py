@@ -208,6 +208,28 @@ def test_everything_is_as_before_after_an_error(mesh, monkeypatch):
     optimizer.step()
 
 
+def test_a_step_that_raises_an_attribute_error_is_not_taken_again(mesh, monkeypatch):
+    """Torch reads attributes of an object that forwards those it lacks, which would hide such an error."""
+    parameters = [torch.nn.Parameter(_on(mesh, Shard(0))) for _ in range(2)]
+    optimizer = optim.SGD([{"params": [x]} for x in parameters], lr=0.5, foreach=True)
+    module, calls = sys.modules["torch.optim.sgd"], []
+    update = module.sgd
+
+    def broken(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise AttributeError("once")
+        return update(*args, **kwargs)
+
+    for x in parameters:
+        x.grad = _on(mesh, Shard(0))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "sgd", broken)
+        with pytest.raises(AttributeError, match="once"):
+            optimizer.step()
+    assert [x.tolist() for x in parameters] == [[0.5] * 4, [1.0] * 4]
+
+
 def test_state_of_another_layout_is_refused_as_ever(mesh):
     for kind in (optim.AdamW, intercepted(optim.AdamW)):
         parameter, optimizer = one_step_on(mesh, kind, foreach=True)

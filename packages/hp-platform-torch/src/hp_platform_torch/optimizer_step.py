@@ -16,7 +16,7 @@ import functools
 import inspect
 import itertools
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -70,15 +70,17 @@ def _before_step(
 
 
 class _StandIn:
-    """Object that torch's `step` gets instead of the optimizer; it takes the step when asked for the parameter groups.
+    """Object that torch's `step` gets instead of the optimizer. Its loop over the parameter groups takes the step.
 
-    Torch asks for them after the other hooks and the closure, which get DTensors and may change gradients. It has no
+    The loop runs after the other hooks and the closure, which get DTensors and may change gradients. The object has no
     `__slots__`, since dynamo's guards of a compiled `step` read its `__dict__`.
     """
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.defaults = optimizer.defaults
+        # No property: `__getattr__` would hide an AttributeError of the step, and torch take the step again.
+        self.param_groups = _step_without_groups(optimizer)
 
     def _accelerator_graph_capture_health_check(self) -> None:
         """Do nothing; the step on the optimizer itself checks this."""
@@ -86,11 +88,11 @@ class _StandIn:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._optimizer, name)
 
-    @property
-    def param_groups(self) -> Sequence[Any]:
-        """No groups for `step` to loop over: the real step has been taken by then."""
-        take_step(self._optimizer)
-        return ()
+
+def _step_without_groups(optimizer: optim.Optimizer) -> Iterator[Any]:
+    """Take the step, and yield no group."""
+    take_step(optimizer)
+    yield from ()
 
 
 def take_step(optimizer: optim.Optimizer) -> None:
