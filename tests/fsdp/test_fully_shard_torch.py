@@ -210,6 +210,34 @@ def test_bfloat16_parameters_with_float32_reduction(hp_platform):
     run_ranks(rank, 2, hp_platform)
 
 
+def test_hooks_get_cast_inputs_and_outputs_before_their_cast(hp_platform):
+    """Wherever they were added; what the last one returns is cast. Torch's order depends on when they were added."""
+
+    def rank():
+        seen, net = [], torch.nn.Sequential(torch.nn.Linear(5, 5))
+
+        def pre(module, args):
+            seen.append(args[0].dtype)
+
+        def post(module, args, output):
+            seen.append(output.dtype)
+            return output.double()
+
+        def add(prepend):
+            net.register_forward_pre_hook(pre, prepend=prepend)
+            net.register_forward_hook(post, prepend=prepend)
+
+        add(prepend=False)
+        policy = MixedPrecisionPolicy(param_dtype="bfloat16", output_dtype="float32")
+        mesh = init_device_mesh(hp_platform.device_types[0], (2,), mesh_dim_names=("shard",), platform=hp_platform)
+        fully_shard(net, mesh, mp_policy=policy)
+        add(prepend=True)
+        assert net(batch(0)).dtype == torch.float32
+        assert seen == [torch.bfloat16] * 3 + [torch.float64]
+
+    run_ranks(rank, 2, hp_platform)
+
+
 class CopyCounter(TorchDispatchMode):
     """Counts operations that move data from one buffer to another."""
 

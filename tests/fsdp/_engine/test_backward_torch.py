@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch_blocks import Net, batch, reference_grads, shard_net
+from torch_blocks import Block, Net, batch, checkpoint, reference_grads, shard_net
 
 from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
@@ -53,6 +53,34 @@ def test_two_backwards_through_one_forward(hp_platform, bucket_size):
                 torch.testing.assert_close(parameter.grad.full_tensor(), reference.grad, msg=name)
 
     run_ranks(program, 2, hp_platform)
+
+
+class CheckpointedBlock(Block):
+    """Recomputes its own call, as a `GradientCheckpointingLayer` of transformers does."""
+
+    def __call__(self, x):
+        return checkpoint(super().__call__, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_classes_that_checkpoint_their_own_call_have_full_parameters_in_both_runs(hp_platform, reentrant, stage):
+    expected = reference_grads()
+
+    def rank():
+        net, kinds = Net(reentrant=reentrant), []
+        for block in net.blocks:
+            block.__class__ = CheckpointedBlock
+        shard_net(hp_platform, net, zero_stage=stage)
+        for block in net.blocks:
+            block.register_forward_pre_hook(lambda module, args: kinds.append(type(module.up.weight)))
+        (net(batch(current_world(hp_platform).rank)) ** 2).mean().backward()
+        assert len(kinds) == 6
+        assert hp_platform.DTensor not in kinds
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], msg=name)
+
+    run_ranks(rank, 2, hp_platform)
 
 
 def test_an_interrupted_backward_is_noticed(hp_platform):
@@ -257,9 +285,6 @@ def test_a_backward_to_named_inputs_leaves_the_gradients_of_parameters(hp_platfo
         assert all(module._fsdp.group.held_bytes == 0 for module in [net, *net.blocks])
 
     run_ranks(rank, 2, hp_platform)
-
-
-checkpoint = pytest.importorskip("torch.utils.checkpoint").checkpoint
 
 
 @pytest.mark.parametrize("sync", ["every", "last", "deferred"])

@@ -9,7 +9,7 @@ To add one: write it (`functools.wraps`, plain tensors first), and add a line to
 
 `torch.compile` runs operations on DTensors eagerly and compiles everything else: Dynamo would read global shapes where
 its graphs have local ones, so it leaves operations on DTensors out of its graphs. It does not trace into functions of
-hp_dtensor, of hp_fsdp (whose hooks run between compiled forwards) or of hp_moe (whose sizes depend on the tokens). It
+hp_dtensor, of hp_fsdp (which gathers around compiled forwards) or of hp_moe (whose sizes depend on the tokens). It
 does trace into the modules of `hp_dtensor.nn` and the functions of `ops`, which models call: on the plain weights of an
 unsharded module they are compiled with the rest of its block."""
 

@@ -153,7 +153,7 @@ class ParameterGroup:
         state: the form in which the buffers hold the parameters.
         uses_unsharded: the modules hold the unsharded parameters instead of the sharded ones.
         start_event, end_event: its events in a pass.
-        in_gathered_step: a `GatheredStep` keeps the parameters unsharded. Hooks leave the group alone.
+        in_gathered_step: a `GatheredStep` keeps the parameters unsharded. Calls of modules leave the group alone.
         in_forward: the forward of one of its modules has started, and not all of its modules have ended theirs.
         running: ids of those of its modules whose forward runs.
         unsharded_after_forward: the last forward has left full parameters (or parts of them) for a backward.

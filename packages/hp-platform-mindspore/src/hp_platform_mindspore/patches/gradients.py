@@ -238,7 +238,7 @@ def recording_custom_bprop(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recomputing_sharded(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `Cell.recompute()` and `mindspore.recompute` of sharded Cells recompute by `checkpoint`, hooks included.
+    """Make `Cell.recompute()` and `mindspore.recompute` of sharded Cells recompute by `checkpoint`.
 
     MindSpore's own works inside its `value_and_grad`, on plain tensors. There and elsewhere without sharded parameters
     nothing changes.

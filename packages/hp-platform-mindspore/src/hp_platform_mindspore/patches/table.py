@@ -117,8 +117,8 @@ PATCHES = (
     ),
     Patch(
         "mindspore.nn.Cell.__call__",
-        "`recompute()` works in its own `value_and_grad` only, inside of the hooks that gather parameters",
-        "sharded Cells are recomputed by `checkpoint`, hooks included",
+        "`recompute()` works in its own `value_and_grad` only",
+        "sharded Cells are recomputed by `checkpoint`",
         gradients.recomputing_sharded,
     ),
     Patch(
