@@ -1,11 +1,11 @@
 """Ring attention (arXiv 2310.01889): queries stay; each rank attends to the keys and values of one rank after another.
 
 In hop h a rank uses the keys and values of the rank h before it. They come from their owner, which sends each rank only
-the span of tokens that it sees, so no rank passes on what it does not use and a late rank delays only those that need
-its block. The results over the blocks are merged by log-sum-exp (`PartialAttention` in `blockwise.py`). Backward is the
-same, and returns the float32 gradients of each block to its owner, which adds them. The transfer of the next hop is
-under way while a rank computes on the block that it has. Where ranks read each other's messages in place, each rank
-puts its keys and values there once, and all hops are started ahead.
+the span of tokens that it sees, so no rank passes on what it does not use. The results over the blocks are merged by
+log-sum-exp (`PartialAttention` in `blockwise.py`). Backward is the same, and returns the float32 gradients of each block
+to its owner, which adds them. The transfer of the next hop is under way while a rank computes on the block that it has.
+Where ranks read each other's messages in place, each rank puts a span of its keys and values there once for all ranks
+that see it, and all hops are started ahead. A late rank delays those that send to it, too.
 
 Compared with a ring in which neighbours pass blocks on, a rank sends as many messages and at most as many bytes; but
 where several ranks of a host share one network card, more of them cross it. There a `ulysses_degree` of the ranks of a
