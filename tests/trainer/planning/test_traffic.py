@@ -6,13 +6,18 @@ import math
 from collections import defaultdict
 from typing import Any
 
+import numpy as np
 import pytest
 from planned_runs import config_of, random_batch, setup_rank, shape_of
 
+from hp_dtensor.comm.mesh import init_device_mesh
 from hp_dtensor.comm.process_group import record_collectives
+from hp_dtensor.parallel import nn
 from hp_dtensor.testing import run_ranks
+from hp_trainer.pipeline import Pipeline, PipelineStage
+from hp_trainer.pipeline.transfers import Transfers
 from hp_trainer.planning.shapes import stage_buffers
-from hp_trainer.planning.traffic import stage_traffic
+from hp_trainer.planning.traffic import message_buffers, stage_traffic
 from hp_trainer.training.step import OptimizerStep
 
 # Every rank gets every token: which experts tokens choose does not change the bytes.
@@ -282,3 +287,30 @@ def _name(axis: str, groups: dict[str, tuple[int, ...]]) -> str:
     if axis == "pp":
         return "pp"
     return min(other for other, group in groups.items() if group == groups[axis])
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_planned_messages_are_those_that_ranks_have_memory_for(platform, num_microbatches) -> None:
+    settings = {"pipeline__microbatches": num_microbatches, "training__global_batch_size": num_microbatches}
+    shape = shape_of(config_of(model__num_hidden_layers=4, parallel__pp=4, **settings), 4)
+    post = Transfers._receive
+
+    def program() -> int:
+        mesh, posted = init_device_mesh("cpu", (4,), ("pp",), platform=platform), []
+
+        def receive(*args: Any) -> Any:
+            posted.append(1 + sum(map(len, pipeline._transfers._arriving.values())))
+            return post(pipeline._transfers, *args)
+
+        with nn.building(platform):
+            stage = PipelineStage(nn.Linear(2, 2), mesh.get_rank(), 4)
+        loss, number = (lambda y, _: platform.ops.sum(y)), num_microbatches
+        pipeline = Pipeline([stage], "1f1b", mesh["pp"], loss, num_microbatches=number, fixed_shapes=True)
+        batch = platform.from_numpy(np.ones((number, 2), np.float32))
+        pipeline.step(batch)  # shapes are known after it
+        pipeline._transfers._receive = receive
+        pipeline.step(batch)
+        return max(posted)
+
+    # One more is being sent.
+    assert run_ranks(program, 4, platform) == [message_buffers(shape, rank) - 1 for rank in range(4)]

@@ -29,6 +29,7 @@ Tensor = Any
 # Headers have a fixed size, so that they can be received before their length is known. The rest of a longer header
 # follows in a second message.
 HEADER_BYTES = 1024
+RECEIVES_AHEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +239,7 @@ class Transfers:
         mesh: DeviceMesh | None,
         *,
         fixed_shapes: bool = False,
-        receives_ahead: int = 4,
+        receives_ahead: int = RECEIVES_AHEAD,
     ) -> None:
         self.mesh, self._ahead = mesh, receives_ahead
         self._schedule, self._rank, self._ranks = schedule, rank, tuple(ranks)

@@ -22,7 +22,7 @@ from hp_trainer.planning.shapes import (
     full_shapes,
     recompute_of,
 )
-from hp_trainer.planning.traffic import message_bytes
+from hp_trainer.planning.traffic import message_buffers, message_bytes
 from hp_trainer.training.activation_budget import bytes_in_backward
 
 
@@ -144,8 +144,7 @@ def _of_micro_batch(
     fresh, fresh_outer = (0.0, 0.0) if adds else (block.full_gradient, outer.full_gradient)
     gathered, at_loss = _gathered_in_backward(shape, stage)
     others = (in_flight.live - 1) * held.pending + _other_heads(held, in_flight, stage)
-    # One message being received and one being sent.
-    messages = 2.0 * message_bytes(shape) if stage.is_pipelined else 0.0
+    messages = message_buffers(shape, stage.rank) * message_bytes(shape) if stage.is_pipelined else 0.0
     if stage.part.head:
         yield (
             "the loss",
@@ -249,7 +248,7 @@ def _in_flight(shape: StepShape, stage: StageBuffers, in_flight: InFlight) -> It
     live, pending = in_flight.live, in_flight.pending
     # Gradients of the products' results are saved until gradients of weights are computed from them.
     others = (live - 1) * held.pending + max(0.0, pending - 1) * held.for_weights + heads
-    throughout = {"communication": held.exchanged + 2 * message_bytes(shape)}
+    throughout = {"communication": held.exchanged + message_buffers(shape, stage.rank) * message_bytes(shape)}
     if stage.part.head:
         at_loss = {"activations": others + held.pending + held.head_saved, "loss": held.head_working}
         yield "the loss", throughout | at_loss

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from hp_trainer.models.estimates import Traffic, sum_traffic
-from hp_trainer.pipeline.transfers import HEADER_BYTES
+from hp_trainer.pipeline.transfers import HEADER_BYTES, RECEIVES_AHEAD
 from hp_trainer.planning.shapes import StageBuffers, StepShape, activations_of, recompute_of
 
 
@@ -102,6 +102,13 @@ def _between_stages(shape: StepShape, stage: StageBuffers) -> Iterator[Traffic]:
         # First and last stage share the tied weight.
         # Two ranks all-reduce: each sends 2 * (2 - 1) / 2 of the buffer.
         yield Traffic("pp", "all_reduce", stage.tied.bytes.gradient, stage.tied.bytes.buffers)
+
+
+def message_buffers(shape: StepShape, rank: int) -> int:
+    """Return the number of messages that a rank of the pipeline has memory for: posted receives, and one sent."""
+    pairs = itertools.pairwise(shape.pipeline.rank_of_stage)
+    peers = {peer for pair in pairs if rank in pair for peer in pair} - {rank}
+    return 1 + len(peers) * min(RECEIVES_AHEAD, shape.num_microbatches)
 
 
 def message_bytes(shape: StepShape) -> float:
