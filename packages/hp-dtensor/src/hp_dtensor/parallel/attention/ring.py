@@ -2,8 +2,8 @@
 
 In hop h a rank uses the keys and values of the rank h before it. They come from their owner, which sends each rank only
 the span of tokens that it sees, so no rank passes on what it does not use. The results over the blocks are merged by
-log-sum-exp (`PartialAttention` in `blockwise.py`). Backward is the same, and returns the float32 gradients of each block
-to its owner, which adds them. The transfer of the next hop is under way while a rank computes on the block that it has.
+log-sum-exp (`PartialAttention` in `blockwise.py`). Backward is the same, and returns float32 gradients of a block to
+its owner, which adds them. The transfer of the next hop is under way while a rank computes on the block that it has.
 Where ranks read each other's messages in place, each rank puts a span of its keys and values there once for all ranks
 that see it, and all hops are started ahead. A late rank delays those that send to it, too.
 
