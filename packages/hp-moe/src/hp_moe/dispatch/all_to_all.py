@@ -18,7 +18,7 @@ from hp_dtensor.comm.mesh import as_group
 from hp_dtensor.comm.process_group import ProcessGroup
 from hp_dtensor.parallel.recompute import saved_value
 from hp_moe.dispatch.base import ChunkedDispatcher, Dispatched, PendingCombine, PendingDispatch
-from hp_moe.dispatch.permutation import TokenPermutation, sorted_slots
+from hp_moe.dispatch.permutation import TokenPermutation, rows_of_slots, sorted_slots
 from hp_moe.dispatch.row_exchange import RoundedExchange, Route, RowExchange, block_width, find_wire_format
 from hp_moe.exceptions import ExpertParallelError
 from hp_moe.grouped_gemm import GroupSizes
@@ -150,7 +150,10 @@ class AllToAllDispatcher(ChunkedDispatcher):
         theirs, each = self.platform.ops.zeros_like(mine), [1] * self.group.size
         work = self.group.all_to_all_into(theirs, mine, each, each, async_op=True)
         # Sorted while the sizes are sent.
-        orders = [sorted_slots(self.platform, keys) for keys in by_chunk]
+        orders = []
+        for keys in by_chunk:
+            slots = sorted_slots(self.platform, keys)
+            orders.append((slots, rows_of_slots(self.platform, slots, *map(int, keys.shape))))
         work.wait()
         plans = self._read_sizes(mine, theirs, len(lengths))
         return [

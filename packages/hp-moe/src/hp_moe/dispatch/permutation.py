@@ -26,7 +26,8 @@ class TokenPermutation:
     Args:
         keys: int `[rows, slots]`; empty slots hold a key larger than all others.
         num_copies: number of slots that are not empty.
-        order: result of `sorted_slots`, if it was computed before the number of copies was known.
+        order: all slots sorted by key and their rows (`sorted_slots`, `rows_of_slots`), if these were computed before
+            the number of copies was known.
 
     Attributes:
         keys: the argument.
@@ -45,13 +46,14 @@ class TokenPermutation:
         self.keys = keys
         self.num_rows, self.num_slots = (int(size) for size in keys.shape)
         self.num_copies = num_copies
+        self._all_rows: Tensor | None = None
         if order is not None:
-            self._order = order
+            self._order, self._all_rows = order
 
     @functools.cached_property
     def entries(self) -> Tensor:
         """Flat index of the slot of each copy, int `[copies]`."""
-        return self.platform.ops.narrow(self._order[0], 0, 0, self.num_copies)
+        return self.platform.ops.narrow(self._order, 0, 0, self.num_copies)
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -59,15 +61,18 @@ class TokenPermutation:
         ops = self.platform.ops
         # The argsort of a permutation is its inverse: it maps slots to positions in the sorted order. Empty slots sort
         # last, and share the first position behind all copies.
-        return ops.clamp(ops.argsort(self._order[0], 0, stable=True), max=self.num_copies)
+        return ops.clamp(ops.argsort(self._order, 0, stable=True), max=self.num_copies)
 
     @functools.cached_property
     def rows(self) -> Tensor:
         """Index of the row of each copy, int `[copies]`."""
-        return self.platform.ops.narrow(self._order[1], 0, 0, self.num_copies)
+        if self._all_rows is not None:
+            return self.platform.ops.narrow(self._all_rows, 0, 0, self.num_copies)
+        # Of the copies alone, which are few among the slots where experts choose their tokens.
+        return rows_of_slots(self.platform, self.entries, self.num_rows, self.num_slots)
 
     @functools.cached_property
-    def _order(self) -> tuple[Tensor, Tensor]:
+    def _order(self) -> Tensor:
         return sorted_slots(self.platform, self.keys)
 
     def permute(self, x: Tensor) -> Tensor:
@@ -133,13 +138,17 @@ class TokenPermutation:
         return self.platform.ops.index_select(x, 0, index)
 
 
-def sorted_slots(platform: Platform, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the flat indices of all slots of `keys` `[rows, slots]`, sorted by key, and the row of each of them."""
-    ops, (num_rows, num_slots) = platform.ops, keys.shape
+def sorted_slots(platform: Platform, keys: Tensor) -> Tensor:
+    """Return the flat indices of all slots of `keys` `[rows, slots]`, sorted by key."""
     # Stable, so that copies with equal keys keep the order of rows: every sum over them has one order.
-    slots = ops.argsort(ops.reshape(keys, (-1,)), 0, stable=True)
-    if num_slots == 1 or num_rows == 0:
-        return slots, slots
+    return platform.ops.argsort(platform.ops.reshape(keys, (-1,)), 0, stable=True)
+
+
+def rows_of_slots(platform: Platform, slots: Tensor, num_rows: int, num_slots: int) -> Tensor:
+    """Return the row of each slot, given flat indices of slots of keys `[num_rows, num_slots]`."""
+    if num_slots == 1 or slots.shape[0] == 0:
+        return slots
+    ops = platform.ops
     # The row of a slot is its number divided by `num_slots`; a gather from a table avoids the integer division.
-    rows = ops.repeat_interleave(ops.arange(int(num_rows), platform.dtype("int64")), int(num_slots), 0)
-    return slots, ops.index_select(rows, 0, slots)
+    rows = ops.repeat_interleave(ops.arange(num_rows, platform.dtype("int64")), num_slots, 0)
+    return ops.index_select(rows, 0, slots)
