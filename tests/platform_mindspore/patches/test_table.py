@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
 
-from hp_dtensor import current_world, init_device_mesh
+from hp_dtensor import init_device_mesh
 from hp_dtensor.exceptions import CapabilityError
+from hp_dtensor.tensor.base import DTensorBase
 from hp_dtensor.testing import run_ranks
 from hp_fsdp import fully_shard, hsdp
 
@@ -35,14 +36,18 @@ class Around(nn.Cell):
         return ops.sum(self.inside(x))
 
 
+WITH_DTENSOR = "of something with a DTensor"
 GRAPHS = {
-    "a Cell in GRAPH_MODE": (ms.GRAPH_MODE, lambda cell: cell(Tensor(VALUES))),
+    # The call has gathered by then.
+    "a Cell in GRAPH_MODE": (ms.GRAPH_MODE, "the parameter '.*' of a sharded Cell", lambda cell: cell(Tensor(VALUES))),
     "value_and_grad in jit": (
         ms.PYNATIVE_MODE,
+        WITH_DTENSOR,
         lambda cell: ms.jit(ms.value_and_grad(cell, None, cell.trainable_params()))(Tensor(VALUES)),
     ),
     "a step in GRAPH_MODE": (
         ms.GRAPH_MODE,
+        WITH_DTENSOR,
         lambda cell: nn.TrainOneStepCell(cell, nn.Momentum(cell.trainable_params(), 0.1, 0.9))(Tensor(VALUES)),
     ),
 }
@@ -50,19 +55,21 @@ GRAPHS = {
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_graphs_of_fully_sharded_cells_of_plain_batches_are_refused(platform, name):
-    mode, call = GRAPHS[name]
+    mode, message, call = GRAPHS[name]
 
     def program():
-        cell = fully_shard(Around(), init_device_mesh("cpu", (2,), platform=platform))
-        if current_world(platform).rank == 0:  # the mode is the process's
-            ms.set_context(mode=mode)
-            try:
-                with pytest.raises(CapabilityError, match="of something with a DTensor"):
-                    call(cell)
-            finally:
-                ms.set_context(mode=ms.PYNATIVE_MODE)
+        mesh = init_device_mesh("cpu", (2,), platform=platform)
+        cell = fully_shard(Around(), mesh)
+        mesh.get_group().all_gather_bytes(b"")
+        ms.set_context(mode=mode)  # the process's: set when both ranks have sharded, reset when both have ended
+        with pytest.raises(CapabilityError, match=message):
+            call(cell)
+        assert isinstance(cell.inside.weight, DTensorBase)
 
-    run_ranks(program, 2, platform)
+    try:
+        run_ranks(program, 2, platform)
+    finally:
+        ms.set_context(mode=ms.PYNATIVE_MODE)
 
 
 class Jitted(nn.Cell):
