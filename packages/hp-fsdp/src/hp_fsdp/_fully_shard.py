@@ -14,7 +14,7 @@ from hp_dtensor.exceptions import MeshError
 from hp_dtensor.parallel import nn
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.platform.selection import get_platform
-from hp_dtensor.spec.rank_checks import check_alike, reporting_failure_to_check_alike
+from hp_dtensor.spec.rank_checks import check_alike, reporting_failure
 from hp_fsdp._engine.buffer_layout import block_of, plan_buffers
 from hp_fsdp._engine.flat_buffer import FlatBuffer
 from hp_fsdp._engine.forward import FSDPState, state_of
@@ -117,7 +117,7 @@ def fully_shard(
     mesh = _data_parallel_mesh(modules, mesh, dp_mesh_dims)
     name = ", ".join(type(module).__name__ for module in modules)
     # If one rank finds a problem, this reports it to the others, which would wait for it in `_check_ranks`.
-    with reporting_failure_to_check_alike(mesh, f"fully_shard({name})"):
+    with reporting_failure(mesh, f"fully_shard({name})"):
         settings = _group_settings(mesh, zero_stage, reshard_after_forward, threshold, bucket_size)
         _check_modules(mesh.platform, modules)
         storage = get_storage(mesh.platform)

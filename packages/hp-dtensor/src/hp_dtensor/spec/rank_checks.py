@@ -247,7 +247,3 @@ def reporting_failure(mesh: DeviceMesh, what: str, exchanges: bool = True) -> It
             with contextlib.suppress(Exception):  # this rank raises its own error instead
                 check_alike(mesh, what, [f"failed, {type(error).__name__}: {error}"])
         raise
-
-
-# hp-fsdp reports its errors by this name: `reporting_failure` of hp-dtensor 0.1 and 0.2 reports to `require_same` only.
-reporting_failure_to_check_alike = reporting_failure
