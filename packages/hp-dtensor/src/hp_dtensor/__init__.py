@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-__version__ = "0.2.3"
+__version__ = "0.3.0"
 
 
 def _sources() -> dict[str, str]:
