@@ -42,9 +42,6 @@ class MindSporeParameterStorage(ParameterStorage):
             stored = mint.narrow(buffer, 0, start, math.prod(shape)).view(tuple(moved_to_front(shape, outer_dim)))
             return _first_moved_to(stored, outer_dim)
 
-    def num_writes(self, view: Tensor) -> int:
-        return self.versions([view])[0]  # hp-fsdp 0.1.3 calls it: without it, writes in forward would be lost silently
-
     def gather_target(self, buffer: Tensor) -> Tensor:
         # Collectives write nothing into views. Process groups write through `data`, which changes no version counter.
         return buffer
@@ -136,9 +133,6 @@ class MindSporeParameterStorage(ParameterStorage):
             if grad is not None:
                 leaf._grad = None
         return grads
-
-    def take_grad(self, leaf: Tensor) -> Tensor | None:
-        return self.take_grads([leaf])[0]  # hp-fsdp 0.1.3 calls it
 
     def check_dtype(self, dtype: Any) -> None:
         if dtype == ms.bfloat16 and self._on_host:

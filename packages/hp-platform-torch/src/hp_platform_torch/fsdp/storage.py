@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,13 +32,10 @@ from hp_dtensor.comm.process_group import Work
 from hp_dtensor.exceptions import CapabilityError
 from hp_dtensor.platform.interface import Platform
 from hp_dtensor.spec.tensor_spec import TensorSpec
-from hp_fsdp.storage import GATHER_METHODS, GatherExtension, Gradients, ParameterStorage, moved_to_front
+from hp_fsdp.storage import GATHER_METHODS, GatherExtension, Gradients, ParameterStorage, Place, moved_to_front
 from hp_platform_torch.tensor.dtensor import TorchDTensor, wrap_in_place
 from hp_platform_torch.tensor.saved_tensors import stay_on_device
 from hp_platform_torch.tensor.torch_operation import LocalOperations, NoGrad, run_locally
-
-if TYPE_CHECKING:
-    from hp_fsdp.storage import Place  # absent from hp-fsdp 0.1.3, which works too
 
 Tensor = torch.Tensor
 
@@ -89,9 +86,6 @@ class TorchParameterStorage(ParameterStorage):
                 return list(map(_version, tensors))
             except RuntimeError:  # an inference tensor, which has no counter
                 return super().versions(tensors)
-
-    def num_writes(self, view: Tensor) -> int:
-        return self.versions([view])[0]  # hp-fsdp 0.1.3 calls it: without it, writes in forward would be lost silently
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device_type: str) -> Tensor:
         if device_type == "cpu":
@@ -261,9 +255,6 @@ class TorchParameterStorage(ParameterStorage):
                 if grad is not None:
                     _set_grad(leaf, None)
         return grads
-
-    def take_grad(self, leaf: Tensor) -> Tensor | None:
-        return self.take_grads([leaf])[0]  # hp-fsdp 0.1.3 calls it
 
     def add_local_grads(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         with LocalOperations():

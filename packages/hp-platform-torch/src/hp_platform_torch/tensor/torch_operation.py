@@ -154,8 +154,7 @@ def _selection(x: Any, target: TensorSpec | None) -> Callable[[Tensor], Tensor] 
     if target is None:
         return None
     source: TensorSpec = x._spec
-    plan = plan_between(source, target, source.mesh.platform.itemsize(source.dtype))
-    return getattr(plan, "selection", None)  # hp-dtensor 0.2.3 has none
+    return plan_between(source, target, source.mesh.platform.itemsize(source.dtype)).selection
 
 
 def _check_scalar(name: str, value: Tensor) -> None:
