@@ -38,7 +38,7 @@ from hp_fsdp.state_dict import (
 from hp_fsdp.storage import ParameterStorage
 from hp_fsdp.streamed_optimizer import stream_optimizer
 
-__version__ = "0.1.3"
+__version__ = "0.2.0"
 
 __all__ = [
     "CPUOffloadPolicy",
