@@ -54,7 +54,7 @@ from hp_moe.replay import RoutingRecord, record_routing, replay_routing
 from hp_moe.router import Scoring, TokenChoiceTopKRouter
 from hp_moe.routing import Capacity, Routing
 
-__version__ = "0.2.2"
+__version__ = "0.3.0"
 
 __all__ = [
     "Activation",
