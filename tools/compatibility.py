@@ -44,9 +44,12 @@ resumed run equals one without a break), that of hp-dtensor with its own release
 `fully_shard` with data and tensor parallelism, and expert parallelism, on simulated and on real ranks. `--full` runs
 all tests across packages. Tests of the released package itself are left out, except those it contains.
 
+"""
+_TABLE = """\
 | framework | with | | tests | skipped | selection |
 |---|---|---|---|---|---|
 """
+_NONE = "The ranges of these packages admit only each other's newest releases.\n"
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,8 @@ def page(results: Iterable[Result], written: str, admitted_now: Iterable[tuple[s
     rows = [line for line in written.splitlines() if re.match(r"\| (torch|mindspore) \|", line)]
     names = {row: tuple(row.split()[place] for place in (1, 3, 4)) for row in rows}
     others = [row for row in rows if names[row][:2] not in tested and names[row] in possible]
-    return _HEAD + "\n".join(sorted([*others, *(each.row for each in results)])) + "\n"
+    rows = sorted([*others, *(each.row for each in results)])
+    return _HEAD + (_TABLE + "\n".join(rows) + "\n" if rows else _NONE)
 
 
 def main(arguments: list[str]) -> int:

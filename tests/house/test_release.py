@@ -298,11 +298,12 @@ def test_the_page_of_versions_has_new_rows_in_place_of_old_ones():
     first = compatibility.page([result(*each) for each in before], "", [])
     assert "hp-dtensor 0.1.0" in first
     rows = compatibility.page([result(*each) for each in now], first, possible)
-    assert rows.removeprefix(compatibility._HEAD).splitlines() == [
+    assert rows.removeprefix(compatibility._HEAD + compatibility._TABLE).splitlines() == [
         "| mindspore | hp-moe 0.2.0 | works | 3 passed, 0 failed | 0 | core |",
         "| torch | hp-fsdp 0.1.0 | does not work | 0 passed, 0 failed | 0 | core |",
         "| torch | hp-moe 0.2.0 | does not work | 5 passed, 1 failed | 0 | core |",
     ]
+    assert compatibility.page([], rows, []) == compatibility._HEAD + compatibility._NONE
 
 
 def test_tests_of_the_released_package_are_left_out():
