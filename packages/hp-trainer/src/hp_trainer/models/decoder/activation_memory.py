@@ -320,7 +320,7 @@ def sent_row_bytes(config: DecoderOptions, shape: MicroBatchShape) -> float:
 
 
 class _Exchange(NamedTuple):
-    """What a rank sends to the experts of other ranks and back.
+    """The messages of a rank to the experts of other ranks and back.
 
     Attributes:
         decisions: counts and choices, which recomputation does not send again.
