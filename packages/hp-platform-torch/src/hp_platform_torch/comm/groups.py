@@ -611,15 +611,9 @@ class StagedGroup(TorchGroup):
     def reads_in_place(self, x: Tensor, num_bytes: int) -> bool:
         return False
 
-    # Not those of `TorchGroup`: exchanges copy their messages, which must be tensors, through host memory. Looked up
-    # when called: hp-dtensor 0.2.3 does not have them, nor call them.
-
-    def _start_reading(self, *arguments: Any) -> Work:
-        return ProcessGroup._start_reading(self, *arguments)
-
-    def _joined(self, tensors: Sequence[Tensor]) -> Message:
-        joined: Tensor = ProcessGroup._joined(self, tensors)
-        return joined
+    # Not those of `TorchGroup`: exchanges copy their messages, which must be tensors, through host memory.
+    _start_reading = ProcessGroup._start_reading
+    _joined = ProcessGroup._joined
 
     def _all_reduce(self, x: Tensor, op: str, async_op: bool) -> Work:
         host = _to_host(x)
